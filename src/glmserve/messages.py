@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dataclasses that cross a process border, and their wire form.
+
+client -> engine   Request, Cancel          engine -> client   Chunk, EngineInfo
+engine -> ranks    StepPlan                 rank 0 -> engine   StepResult
+
+Both ends are this project's own processes on one machine, so the wire form is pickle. What a
+sampling setting means, and which values are refused, is in `sampling_params`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from glmserve.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete. `uid` is unique among the requests of a server's life."""
+
+    uid: str
+    prompt: IntArray  # [tokens] int32
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Ends a request with finish_reason "abort"; unknown uids are ignored. None = every request."""
+
+    uid: str | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of one request. The last one carries `finish_reason`; no chunk follows it."""
+
+    uid: str
+    index: int  # 0, 1, 2, ... without gaps
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # all tokens so far, those of this chunk included
+    error: str = ""  # set when finish_reason is "error"
+    error_code: str = ""  # status of the error: INVALID_ARG, UNAVAILABLE, INTERNAL
+    stop_token: int | None = None  # the id that ended the request, if one did
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the engine says once every rank has loaded."""
+
+    vocab_size: int
+    max_model_len: int  # prompt + output tokens
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    ranks: int
+    engine_pid: int
+    rank_pids: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]  # of each rank, as loaded
+    share_bytes: tuple[int, ...]  # of each rank, from the shapes
+
+
+@dataclass(frozen=True)
+class RowInit:
+    """A sequence enters device row `row`: what the ranks keep and advance by themselves."""
+
+    row: int
+    seed: int  # 64-bit key of the sampling noise
+    temperature: float  # 0 = greedy
+    top_p: float
+    top_k: int  # 0 = off
+    remaining: int  # tokens it may still produce
+    stop_token_ids: tuple[int, ...]  # eos and stop ids; empty when eos is ignored
+
+
+@dataclass(frozen=True)
+class PageGrant:
+    """Physical pages appended to the page table of `row` from logical page `start` on."""
+
+    row: int
+    start: int
+    pages: IntArray  # [n] int32
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Prompt tokens [start, start + length) of `row`.
+
+    `tokens` has one id more than `length` when the prompt goes on: the MTP entry of the chunk's
+    last position needs the token after it. Without it the chunk is the prompt's last one, and
+    its last position is sampled.
+    """
+
+    row: int
+    start: int
+    length: int
+    tokens: IntArray  # [length] or [length + 1] int32
+
+    @property
+    def final(self) -> bool:
+        return len(self.tokens) == self.length
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step, as changes: lengths, last tokens, drafts and active flags live on the ranks."""
+
+    step: int
+    admit: tuple[RowInit, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+    decode: tuple[int, ...] = ()  # rows that go on; a row that has ended meanwhile yields nothing
+
+    @property
+    def empty(self) -> bool:
+        return not (self.prefill or self.decode)
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """Confirmed tokens of one row in one step; `stopped` when its last token ended it."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    stopped: bool = False  # by a stop id (the last of token_ids)
+    exhausted: bool = False  # `remaining` reached zero
+    accepted_drafts: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What rank 0 reports for a plan, in the plan's order."""
+
+    step: int
+    outputs: tuple[RowOutput, ...] = ()
+    rows_computed: int = 0  # token rows that went through the target model
+    timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
+
+
+def encode(message: Any) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """Inverse of `encode`; only for bytes that another process of ours wrote."""
+    return pickle.loads(data)

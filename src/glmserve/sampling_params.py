@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client may say about sampling: names as vLLM's SamplingParams, checked at the edge.
+
+`SamplingParams.from_mapping` takes a parsed `sampling_parameters` object (or any mapping of
+tensor values); every unknown key, wrong type and value out of range is an InvalidInput naming
+the field. Settings that other servers know and this engine does not apply are accepted with
+the value that means "off" and refused otherwise, so nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from glmserve.errors import InvalidInput
+
+MAX_STOPS: Final = 16
+MAX_STOP_TOKENS: Final = 16
+SEED_BOUND: Final = 1 << 64
+
+# Known elsewhere, not applied here: accepted with one of these values only.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1, None),
+    "best_of": (1, None),
+    "beam_width": (1, None),
+    "num_return_sequences": (1, None),
+    "use_beam_search": (False, None),
+    "length_penalty": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_p": (0, None),
+    "min_tokens": (0, None),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "skip_special_tokens": (True, None),
+    "spaces_between_special_tokens": (True, None),
+    "detokenize": (True, None),
+    "truncate_prompt_tokens": (None,),
+    "guided_decoding": (None,),
+    "structured_outputs": (None,),
+}
+
+
+def _number(field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidInput(field, value, "must be a finite number")
+    return float(value)
+
+
+def _integer(field: str, value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInput(field, value, "must be an integer")
+    return value
+
+
+def _flag(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInput(field, value, "must be true or false")
+    return value
+
+
+def _strings(field: str, value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else None
+    if items is None or not all(isinstance(item, str) for item in items):
+        raise InvalidInput(field, value, "must be a string or a list of strings")
+    return items
+
+
+def _token_ids(field: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidInput(field, value, "must be a list of token ids")
+    return tuple(_integer(field, item) for item in value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request; construction checks every range (InvalidInput names the field)."""
+
+    max_tokens: int | None = None  # None: up to the context's end
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 = off
+    seed: int | None = None  # None: drawn by the engine from the operating system
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # applied by postprocess
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, field: str, reason: str) -> None:
+            if not ok:
+                raise InvalidInput(field, getattr(self, field), reason)
+
+        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        need(0.0 <= self.temperature <= 100.0, "temperature", "must be in [0, 100]")
+        need(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
+        need(self.top_k >= 0, "top_k", "must be 0 (off), -1 (off) or positive")
+        need(
+            self.seed is None or 0 <= self.seed < SEED_BOUND, "seed", "must be in [0, 2^64)"
+        )
+        need(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
+        need(all(self.stop), "stop", "strings must not be empty")
+        need(
+            len(self.stop_token_ids) <= MAX_STOP_TOKENS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKENS} ids",
+        )
+        need(
+            all(token >= 0 for token in self.stop_token_ids),
+            "stop_token_ids",
+            "ids must not be negative",
+        )
+
+    @classmethod
+    def from_mapping(
+        cls, values: Mapping[str, Any], defaults: SamplingParams | None = None
+    ) -> SamplingParams:
+        """Returns checked settings; keys that are absent or None take `defaults`' values."""
+        base = dataclasses.asdict(defaults) if defaults else {}
+        for key, value in values.items():
+            if key in _NEUTRAL:
+                if not any(value == off and type(value) is not str for off in _NEUTRAL[key]):
+                    raise InvalidInput(key, value, "this setting is not supported")
+            elif key not in _CONVERT:
+                raise InvalidInput(key, value, "unknown sampling parameter")
+            elif value is not None:
+                base[key] = _CONVERT[key](key, value)
+        if base.get("top_k") == -1:  # vLLM's other spelling of "off"
+            base["top_k"] = 0
+        return cls(**base)
+
+    @classmethod
+    def parse_object(cls, text: str, field: str = "sampling_parameters") -> dict[str, Any]:
+        """Parses the JSON object of `field`; InvalidInput when it is not one."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(field, text, f"is not valid JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise InvalidInput(field, text, "must be a JSON object")
+        return value
+
+    def to_json(self) -> str:
+        """The canonical JSON form; `from_mapping(parse_object(...))` gives the same settings."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+_CONVERT: Mapping[str, Any] = {
+    "max_tokens": _integer,
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _integer,
+    "seed": _integer,
+    "ignore_eos": _flag,
+    "stop": _strings,
+    "stop_token_ids": _token_ids,
+    "include_stop_str_in_output": _flag,
+}
+assert set(_CONVERT) == {f.name for f in dataclasses.fields(SamplingParams)}
