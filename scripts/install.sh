@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # The one way to install glmserve: `make setup`, CI and docker/Dockerfile all call this script.
-# It makes (or takes over) a virtual environment, installs the package with the tested set of
-# versions, and leaves a stamp, so that a run with nothing to do ends in milliseconds.
+# It makes (or takes over) a virtual environment, installs the package (as a link to src/) with
+# the tested set of versions, and leaves a stamp: a run with nothing to do ends in milliseconds.
 #
 #   --venv DIR        where the environment is or shall be       (default .venv)
 #   --device KIND     cpu | gpu: which file of constraints/      (default: gpu if nvidia-smi lists one)
 #   --extras LIST     extras of pyproject.toml, comma separated  (default embedded,dev)
-#   --copy            install a copy instead of an editable link to src/
 #
 # Environment: PYTHON names the interpreter for a new environment; PIP_EXTRA_ARGS is passed to
 # pip (an index or a wheel folder, say). pip's own PIP_* variables and files work as always.
@@ -22,13 +21,12 @@ die() {
     exit 1
 }
 
-venv=.venv device='' extras=embedded,dev editable=(-e)
+venv=.venv device='' extras=embedded,dev
 while (($#)); do
     case $1 in
     --venv) venv=${2:?--venv needs a folder} && shift 2 ;;
     --device) device=${2:?--device needs cpu or gpu} && shift 2 ;;
     --extras) extras=${2-} && shift 2 ;;
-    --copy) editable=() && shift ;;
     *) die "unknown argument $1" ;;
     esac
 done
@@ -62,10 +60,8 @@ find_python() {
 
 fingerprint() {
     {
-        printf '%s\n' "$root" "$device" "$extras" "${editable[*]-}" "${PIP_EXTRA_ARGS:-}"
+        printf '%s\n' "$root" "$device" "$extras" "${PIP_EXTRA_ARGS:-}"
         cat pyproject.toml "$constraints" scripts/install.sh
-        # An editable install follows src/ by itself; a copy must be made again when it changes.
-        ((${#editable[@]})) || find src -type f -name '*.py' -exec cat {} +
     } | sha256sum | cut -d' ' -f1
 }
 
@@ -97,7 +93,7 @@ printf 'install: %s set into %s (a first time takes minutes)\n' "$device" "$venv
 rm -f "$stamp"
 # shellcheck disable=SC2086 # PIP_EXTRA_ARGS is a list of words
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint "$constraints" ${PIP_EXTRA_ARGS:-} "${editable[@]}" ".${extras:+[$extras]}" || {
+    --constraint "$constraints" ${PIP_EXTRA_ARGS:-} --editable ".${extras:+[$extras]}" || {
     [[ $device == gpu ]] || printf '%s\n' \
         "install: constraints/cpu.txt expects PyTorch's CPU build. If pip chose a CUDA build, point" \
         "install: it at the CPU wheels: PIP_EXTRA_ARGS='--extra-index-url URL' make setup" >&2

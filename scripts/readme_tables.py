@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the README's reference tables from the code that they describe.
+
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. `render` is what the test
+compares; running this file rewrites README.md. Not its job: any other text of the README.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from glmserve import env
+from glmserve.server.tensors import MODELS, Tensor
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+_BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+def _tensors(tensors: Iterable[Tensor]) -> str:
+    return _table(
+        ("name", "type", "shape", "meaning"),
+        ((f"`{t.name}`", t.dtype, str(list(t.dims)), t.doc) for t in tensors),
+    )
+
+
+def _settings() -> str:
+    rows = []
+    for variable in env.REGISTRY.values():
+        default = str(variable.default)
+        rows.append((f"`{variable.name}`", f"`{default}`" if default else "", variable.doc))
+    return _table(("variable", "default", "meaning"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "ensemble-inputs": lambda: _tensors(MODELS["ensemble"].inputs),
+    "ensemble-outputs": lambda: _tensors(MODELS["ensemble"].outputs),
+    "settings": _settings,
+}
+
+
+def render(text: str) -> str:
+    """Returns the README text with every table replaced; a missing or unknown one is an error."""
+    found = [match.group(2) for match in _BLOCK.finditer(text)]
+    if sorted(found) != sorted(TABLES):
+        raise ValueError(f"README.md has tables {found}, expected {list(TABLES)}, each once")
+    return _BLOCK.sub(lambda m: m.group(1) + TABLES[m.group(2)]() + m.group(3), text)
+
+
+if __name__ == "__main__":
+    README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
