@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One gather of a sequence's keys serves all of its rows; sequences with equally many rows are
+computed together, so a decode step is one batched product however many sequences it has.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..slot_lookup.reference import slot_lookup
+
+_MAX_SCORES = 1 << 24  # per-head scores alive at once (64 MB in fp32)
+
+
+def index_logits(
+    query: torch.Tensor,
+    head_weights: torch.Tensor,
+    index_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    row_seq: torch.Tensor,
+    last: torch.Tensor,
+    first: int,
+    page_size: int,
+    max_context: int,
+) -> torch.Tensor:
+    rows, heads, _ = query.shape
+    logits = head_weights.new_full((rows, max_context), -torch.inf)
+    for run in _runs_of_equal_length(row_seq):  # [n, q] row numbers: n sequences of q rows
+        context = int(last[run].max()) + 1
+        positions = torch.arange(context, dtype=torch.int32, device=query.device)
+        step_n = max(1, _MAX_SCORES // (run.shape[1] * heads * context))
+        step_q = max(1, _MAX_SCORES // (heads * context))
+        for sequences in torch.split(run, step_n):
+            lines = row_seq[sequences[:, 0]]
+            slots = slot_lookup(positions.expand(len(lines), -1), page_table, lines, page_size)
+            keys = index_cache[slots].to(head_weights.dtype).transpose(1, 2)  # [n, Di, context]
+            for part in torch.split(sequences, step_q, dim=1):
+                scores = _scores(query[part], head_weights[part], keys)
+                hidden = (positions > last[part][..., None]) | (positions < first)
+                logits[part, :context] = scores.masked_fill_(hidden, -torch.inf)
+    return logits
+
+
+def _scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[n, q, Hi, Di], [n, q, Hi], [n, Di, context] -> [n, q, context] in the weights' dtype."""
+    n, q, heads, _ = query.shape
+    dots = torch.bmm(query.to(weights.dtype).flatten(1, 2), keys).relu_()
+    return torch.matmul(weights[..., None, :], dots.view(n, q, heads, -1)).squeeze(-2)
+
+
+def _runs_of_equal_length(row_seq: torch.Tensor) -> list[torch.Tensor]:
+    """Row numbers of adjacent rows of a sequence, stacked by how many rows the sequence has."""
+    _, counts = torch.unique_consecutive(row_seq, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    return [
+        starts[counts == q][:, None] + torch.arange(q, device=row_seq.device)
+        for q in counts.unique().tolist()
+    ]

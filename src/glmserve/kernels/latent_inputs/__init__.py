@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows the fused A-projection of an attention layer: split, norms, RoPE, cache writes.
+
+One projection of the layer's input gives [q latent | kv latent | shared rope key] and, where the
+layer owns an indexer, [index key | index head weights] behind them. This operator norms the two
+latents, ropes the shared key, layer-norms and ropes the index key, and writes both paged caches.
+Not its job: the query heads (`query_side`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+from .reference import IndexKeyNorm
+
+__all__ = ["IndexKeyNorm", "latent_inputs"]
+
+
+def latent_inputs(
+    projected: torch.Tensor,
+    q_norm: torch.Tensor,
+    kv_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    latent_cache: torch.Tensor,
+    index_cache: torch.Tensor | None,
+    index_norm: IndexKeyNorm | None,
+    eps: float,
+) -> torch.Tensor:
+    """Writes row r into cache slot slots[r] and returns the normed q latent [R, q_lora_rank].
+
+    projected     [R, >= q_lora + kv_lora + rope (+ index_dim)]
+    q_norm        [q_lora], kv_norm [kv_lora]: RMSNorm weights, both with `eps`
+    cos, sin      [R, rope / 2] acc
+    slots         [R] int64, distinct but for padding rows, which share the scratch page
+    latent_cache  [slots, kv_lora + rope]: normed latent, then the roped (not normed) shared key
+    index_cache   [slots, index_dim] or None when this pass writes no index keys;
+                  its first `rope` dimensions are roped
+    """
+    rows, width = projected.shape
+    q_dim, rope = q_norm.shape[0], 2 * cos.shape[1]
+    used = q_dim + kv_norm.shape[0] + rope
+    assert latent_cache.shape[1] == kv_norm.shape[0] + rope, latent_cache.shape
+    assert slots.shape == (rows,)
+    assert cos.shape == sin.shape
+    assert cos.shape[0] == rows
+    assert (index_cache is None) == (index_norm is None)
+    if index_cache is not None:
+        used += index_cache.shape[1]
+        assert index_cache.shape[1] >= rope, index_cache.shape
+    assert width >= used, (width, used)
+    return reference.latent_inputs(
+        projected, q_norm, kv_norm, cos, sin, slots, latent_cache, index_cache, index_norm, eps
+    )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cq = rms(q); cache[slot] = [rms(kv) | rope(k)]; index[slot] = rope(LayerNorm(kI))."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..precision import acc_dtype
+from ..residual_norm.reference import rms_norm
+from ..rope.reference import rotate
+
+
+class IndexKeyNorm(NamedTuple):
+    """LayerNorm of the index key: subtracts the mean and has a bias; its eps is its own."""
+
+    weight: torch.Tensor  # [index_dim]
+    bias: torch.Tensor  # [index_dim]
+    eps: float = 1e-6
+
+
+def latent_inputs(
+    projected: torch.Tensor,
+    q_norm: torch.Tensor,
+    kv_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    latent_cache: torch.Tensor,
+    index_cache: torch.Tensor | None,
+    index_norm: IndexKeyNorm | None,
+    eps: float,
+) -> torch.Tensor:
+    q_dim, kv_dim, rope = q_norm.shape[0], kv_norm.shape[0], 2 * cos.shape[1]
+    q_latent, kv_latent, k_rope, rest = torch.split(
+        projected, [q_dim, kv_dim, rope, projected.shape[1] - q_dim - kv_dim - rope], dim=-1
+    )
+    dtype = projected.dtype
+    row = torch.cat((rms_norm(kv_latent, kv_norm, eps), rotate(k_rope, cos, sin).to(dtype)), -1)
+    latent_cache.index_copy_(0, slots, row)
+    if index_cache is not None and index_norm is not None:
+        key = layer_norm(rest[:, : index_cache.shape[1]], index_norm)
+        key = torch.cat((rotate(key[:, :rope], cos, sin), key[:, rope:]), -1)
+        index_cache.index_copy_(0, slots, key.to(dtype))
+    return rms_norm(q_latent, q_norm, eps)
+
+
+def layer_norm(x: torch.Tensor, norm: IndexKeyNorm) -> torch.Tensor:
+    """LayerNorm in acc, not yet rounded to x's dtype: RoPE follows and one cast is enough."""
+    acc = acc_dtype(x.dtype)
+    wide = x.to(acc)
+    wide = wide - wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return wide * scale * norm.weight.to(acc) + norm.bias.to(acc)

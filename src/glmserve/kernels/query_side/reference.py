@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""[W_UK^T q_nope | rope(q_rope)]; for the indexer [rope(q[:rope]) | q[rope:]] and w * scale."""
+
+from __future__ import annotations
+
+import torch
+
+from ..precision import acc_dtype
+from ..rope.reference import rotate
+
+
+def absorb_query(
+    query: torch.Tensor, w_uk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    nope = w_uk.shape[1]
+    latent = torch.bmm(query[..., :nope].transpose(0, 1), w_uk).transpose(0, 1)
+    return torch.cat((latent, rotate(query[..., nope:], cos, sin).to(query.dtype)), -1)
+
+
+def index_query(
+    query: torch.Tensor, head_weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, dim = query.shape[1:]
+    rope = 2 * cos.shape[1]
+    roped = torch.cat((rotate(query[..., :rope], cos, sin).to(query.dtype), query[..., rope:]), -1)
+    return roped, head_weights.to(acc_dtype(query.dtype)) * (dim * heads) ** -0.5

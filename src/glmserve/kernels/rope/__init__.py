@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary angles of a step, computed once and read by every layer (pairs, plain theta)."""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+
+
+def rope_table(
+    positions: torch.Tensor, rope_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), each [R, rope_dim / 2] in acc(dtype), of integer `positions` [R]."""
+    assert positions.dim() == 1, positions.shape
+    assert not positions.is_floating_point(), positions.shape
+    assert rope_dim % 2 == 0, rope_dim
+    return reference.rope_table(positions, rope_dim, theta, dtype)

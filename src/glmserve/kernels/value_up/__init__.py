@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Value up-projection of absorbed attention: per head, latent output times W_UV."""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+
+
+def value_up(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    """[R, H, kv_lora] x [H, v_dim, kv_lora] -> [R, H * v_dim], the input of o_proj."""
+    assert latent.shape[1] == w_uv.shape[0], latent.shape
+    assert latent.shape[2] == w_uv.shape[2], latent.shape
+    return reference.value_up(latent, w_uv)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decoder layer between two boundaries, used by the target and by the MTP layer alike.
+
+It takes a normed input and the residual stream, and leaves both for whatever follows: the norm at
+its end belongs to the next layer, or to the end of the model, and is passed in.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from glmserve.checkpoint.weights import LayerWeights, MoeWeights
+from glmserve.model.attention import Attention
+from glmserve.model.caches import LayerCache
+from glmserve.model.mlp import mlp
+from glmserve.model.moe import moe
+from glmserve.model.step import Selection, Step
+from glmserve.model.taps import Taps
+from glmserve.model_config import ModelConfig
+from glmserve.parallel.collectives import all_reduce_residual_rms_norm
+from glmserve.parallel.group import Group
+
+
+class DecoderLayer:
+    def __init__(
+        self, config: ModelConfig, weights: LayerWeights, group: Group, latent_norm_eps: float
+    ) -> None:
+        self.config, self.weights, self.group = config, weights, group
+        self.attention = Attention(config, weights.attention, latent_norm_eps)
+
+    def forward(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        step: Step,
+        cache: LayerCache,
+        selection: Selection | None,
+        next_norm: Tensor,
+        write_index: bool = True,
+        taps: Taps | None = None,
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """[R, D] normed input and residual -> (normed by `next_norm`, residual, selection used).
+
+        `selection` None makes the layer score for itself (full layers).
+        """
+        c, w = self.config, self.weights
+        partial, selection = self.attention.forward(normed, step, cache, selection, write_index)
+        normed, residual = all_reduce_residual_rms_norm(
+            self.group, partial, residual, w.post_norm, c.rms_norm_eps
+        )
+        if isinstance(w.ffn, MoeWeights):
+            partial, routing = moe(normed, w.ffn, c)
+        else:
+            partial, routing = mlp(normed, w.ffn), None
+        normed, residual = all_reduce_residual_rms_norm(
+            self.group, partial, residual, next_norm, c.rms_norm_eps
+        )
+        if taps is not None:
+            taps.record(residual, selection, routing)
+        return normed, residual, selection

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all layers of one pass share: rotary angles, the rows' own slots, what each row may see.
+
+A pass works in cache coordinates. The target's entry of position p lies at p; the MTP layer's lies
+at p + 1 while its RoPE position stays p, so its coordinates are shifted and 0 is never used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glmserve.kernels.rope import rope_table
+from glmserve.model.batch import StepBatch
+from glmserve.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An index group's result, shared by its layers.
+
+    Positions are cache coordinates (see above), ascending, padded with -1 at the end; k is
+    min(index_topk, longest context of the batch).
+    """
+
+    positions: Tensor  # [R, k] int32
+    slots: Tensor  # [R, k] int64, physical rows of the same entries, -1 where unused
+
+    def select(self, rows: Tensor) -> Selection:
+        """The selections of some rows, by index or boolean mask."""
+        return Selection(self.positions[rows], self.slots[rows])
+
+
+@dataclass(frozen=True)
+class Step:
+    batch: StepBatch
+    cos: Tensor  # [R, rope / 2] acc
+    sin: Tensor  # [R, rope / 2] acc
+    last: Tensor  # [R] int64, cache coordinate of the row itself: the last that it sees
+    first: int  # the first cache coordinate in use
+    own_slots: Tensor  # [R] int64, where the row's entry is written
+
+    @classmethod
+    def of(cls, batch: StepBatch, config: ModelConfig, dtype: torch.dtype, shift: int) -> Step:
+        """`shift` is 0 for the target, 1 for the MTP layer."""
+        cos, sin = rope_table(batch.positions, config.qk_rope_head_dim, config.rope_theta, dtype)
+        last = batch.positions + shift
+        return cls(batch, cos, sin, last, shift, batch.slots(last[:, None])[:, 0])
+
+    @property
+    def max_context(self) -> int:
+        return self.batch.max_context + self.first
