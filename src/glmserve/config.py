@@ -41,6 +41,7 @@ class EngineConfig:
     drafts: int = 0  # MTP draft tokens a step
     max_model_len: int = 0  # prompt + output; 0 = the model's own limit
     max_queue: int = 1024  # waiting requests before Unavailable
+    valid_tokens: int = 0  # ids below it may be drawn; 0 = every row of the head
     latent_norm_eps: float = 1e-5  # MODEL §8.1: 1e-6 for parity with transformers
     share_draft_index: bool = True  # later draft passes reuse the first pass's selection
     steps_in_flight: int = 2  # plans sent before the oldest result is needed
@@ -69,9 +70,24 @@ class EngineConfig:
         need(1 <= self.chunk <= 65536, "chunk", "must be in 1..65536 tokens")
         need(0 <= self.drafts <= MAX_DRAFTS, "drafts", f"must be in 0..{MAX_DRAFTS}")
         need(self.max_model_len >= 0, "max_model_len", "must not be negative")
+        need(self.valid_tokens >= 0, "valid_tokens", "must not be negative")
         need(self.max_queue >= 1, "max_queue", "must be at least 1")
         need(0.0 < self.latent_norm_eps < 1.0, "latent_norm_eps", "must be in (0, 1)")
         need(self.steps_in_flight in (1, 2), "steps_in_flight", "must be 1 or 2")
+
+    @property
+    def lookahead(self) -> int:
+        """Cache slots past a sequence's length that one step may write.
+
+        Target rows reach `drafts` positions ahead; the MTP entry of a position lies one slot
+        later, and the draft passes go on from the last verified row: length - 1 + 2 * drafts.
+        """
+        return 2 * self.drafts + 1 if self.drafts else 0
+
+    @property
+    def pages_per_row(self) -> int:
+        """Width of a page table row: pages of the longest sequence and its lookahead."""
+        return -(-(self.max_model_len + self.lookahead) // PAGE_SIZE)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -82,7 +98,8 @@ class EngineConfig:
 
     def with_limits(self, model_limit: int) -> Self:
         """Returns a copy whose `max_model_len` is set and fits the model and the page pool."""
-        pool = (self.num_pages - 1) * PAGE_SIZE  # one page is the scratch of padding rows
+        # One page is the scratch of padding rows.
+        pool = (self.num_pages - 1) * PAGE_SIZE - self.lookahead
         wanted = self.max_model_len or min(model_limit, pool)
         if wanted > model_limit:
             raise ConfigError("max_model_len", wanted, f"the model's limit is {model_limit}")

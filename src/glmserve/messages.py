@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dataclasses that cross a process border, and their wire form.
 
-client -> engine   Request, Cancel          engine -> client   Chunk, EngineInfo
-engine -> ranks    StepPlan                 rank 0 -> engine   StepResult
+client -> engine   Request, Cancel     engine -> client   Progress, EngineInfo, Chunks, EngineFailed
+engine -> ranks    StepPlan            rank 0 -> engine   Progress, RanksReady, StepResult
 
 Both ends are this project's own processes on one machine, so the wire form is pickle. What a
 sampling setting means, and which values are refused, is in `sampling_params`.
@@ -53,6 +53,35 @@ class Chunk:
     error: str = ""  # set when finish_reason is "error"
     error_code: str = ""  # status of the error: INVALID_ARG, UNAVAILABLE, INTERNAL
     stop_token: int | None = None  # the id that ended the request, if one did
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Everything that one step, or one cancel, made."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A line for the person who waits for the model to load."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class EngineFailed:
+    """The engine cannot go on; the last message before its process ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class RanksReady:
+    """Every rank has loaded. Bytes by rank: as counted on its tensors, and from the shapes."""
+
+    parameter_bytes: tuple[int, ...]
+    share_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`glmserve logits` and `glmserve generate`: one request through the same engine and ranks.
+
+The commands see what the server sees (same processes, plans and rings); `logits` also has rank 0
+record what every step computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from glmserve.config import PAGE_SIZE, EngineConfig, engine_config_from_env
+from glmserve.engine.client import EngineClient
+from glmserve.env import RANKS
+from glmserve.errors import EngineError, InvalidInput
+from glmserve.generation_config import GenerationConfig
+from glmserve.messages import Chunk, IntArray, Request
+from glmserve.sampling_params import SamplingParams
+from glmserve.text.output import OutputProcessor
+from glmserve.text.prompt import PromptBuilder
+
+DRAFTS = 5  # drafts that `logits --mtp` reports, as the golden does
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def add_subcommands(subparsers: Any) -> None:
+    """Adds `logits` and `generate`; each sets `args.run`."""
+    logits = subparsers.add_parser("logits", help="logits and greedy tokens of a prompt, to a file")
+    _engine_options(logits)
+    logits.add_argument("--input-ids", required=True, help=".npy file of token ids, [T]")
+    logits.add_argument("--out", required=True, help=".npz file to write")
+    logits.add_argument("--new", type=int, default=1, help="greedy tokens to generate (default 1)")
+    logits.add_argument("--mtp", action="store_true", help="also the MTP layer's draft tokens")
+    logits.add_argument("--taps", action="store_true", help="also selections and chosen experts")
+    logits.set_defaults(run=run_logits)
+
+    generate = subparsers.add_parser("generate", help="complete one prompt and print the text")
+    _engine_options(generate)
+    generate.add_argument("--prompt", required=True, help="text, used as it is (no chat template)")
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float)
+    generate.add_argument("--top-p", type=float)
+    generate.add_argument("--top-k", type=int)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--ignore-eos", action="store_true")
+    generate.set_defaults(run=run_generate)
+
+
+def _engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--ranks", type=int, help="rank processes (default: 1, or one a GPU)")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"])
+    parser.add_argument("--chunk", type=int, help="prefill tokens a step")
+    parser.add_argument("--drafts", type=int, help="MTP draft tokens a step")
+    parser.add_argument("--expert-layout", choices=["ep", "sliced"])
+    parser.add_argument("--collectives", choices=["shm", "gloo", "nccl"])
+    parser.add_argument("--latent-norm-eps", type=float)
+    parser.add_argument("--page-seed", type=int, help="hand out cache pages in a random order")
+
+
+def _engine_config(args: argparse.Namespace, **fixed: Any) -> EngineConfig:
+    names = ("checkpoint", "ranks", "device", "dtype", "chunk", "drafts", "expert_layout")
+    names += ("collectives", "latent_norm_eps", "page_seed")
+    given = {name: getattr(args, name) for name in names} | fixed
+    config = engine_config_from_env(**given)
+    if args.ranks is None and not RANKS.is_set() and config.device == "cpu":
+        config = engine_config_from_env(**given | {"ranks": 1})
+    return config
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def complete(client: EngineClient, prompt: IntArray, sampling: SamplingParams) -> Iterator[Chunk]:
+    """Runs one request; yields its chunks. Raises EngineError when it ends with an error."""
+    client.submit(Request("offline", prompt, sampling))
+    while True:
+        for chunk in client.receive():
+            if chunk.finish_reason == "error":
+                raise EngineError(chunk.error)
+            yield chunk
+            if chunk.finish_reason is not None:
+                return
+
+
+def _greedy(
+    config: EngineConfig, prompt: IntArray, new: int
+) -> tuple[list[int], list[Arrays]]:
+    """Greedy tokens of `prompt`, and the arrays that each step recorded."""
+    sampling = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+    client = EngineClient.start(config, _progress)
+    try:
+        tokens = [t for chunk in complete(client, prompt, sampling) for t in chunk.token_ids]
+    finally:
+        client.close()
+    steps = []
+    for path in sorted(Path(config.capture_dir).glob("step-*.npz")):
+        with np.load(path) as arrays:
+            steps.append(dict(arrays))
+        path.unlink()
+    return tokens, steps
+
+
+def run_logits(args: argparse.Namespace) -> int:
+    """Writes logits [T, V] fp32, greedy_tokens [new] and, if asked for, drafts and taps."""
+    prompt = np.load(args.input_ids, allow_pickle=False)
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise InvalidInput("--input-ids", str(prompt.dtype), "must hold integers")
+    prompt = prompt.reshape(-1).astype(np.int32)
+    if args.new < 1:
+        raise InvalidInput("--new", args.new, "must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="glmserve-logits-") as directory:
+        length = len(prompt) + args.new + 2 * DRAFTS + 1
+        config = _engine_config(
+            args,
+            capture_dir=directory,
+            max_rows=1,
+            num_pages=-(-length // PAGE_SIZE) + 2,
+            max_model_len=len(prompt) + args.new,
+        )
+        tokens, steps = _greedy(config, prompt, args.new)
+        out = _prefill_arrays(steps, len(prompt), args.taps)
+        out["greedy_tokens"] = np.asarray(tokens)
+        if args.mtp:
+            context = np.concatenate([prompt, np.asarray(tokens[:-1], dtype=np.int32)])
+            for share in (False, True):
+                drafting = dataclasses.replace(
+                    config, drafts=DRAFTS, share_draft_index=share
+                )
+                _, steps = _greedy(drafting, context, 1)
+                out[f"mtp_draft_tokens_share{share:d}"] = steps[-1]["drafts"][0]
+                out[f"mtp_draft_logits_share{share:d}"] = steps[-1]["draft_logits"][0].astype(
+                    np.float32
+                )
+    np.savez_compressed(args.out, **out)
+    print(f"{args.out}: logits {list(out['logits'].shape)}, greedy {tokens}")
+    return 0
+
+
+def _prefill_arrays(steps: list[Arrays], length: int, taps: bool) -> Arrays:
+    """Joins the prompt's rows of all steps, in position order; names as in the golden."""
+    names = ["logits"]
+    if taps:
+        names += sorted(set(steps[0]) - {"rows", "sampled", "drafts", "draft_logits", "logits"})
+    joined: Arrays = {}
+    rows = np.concatenate([step["positions"] for step in steps])
+    keep = np.flatnonzero(rows < length)
+    order = keep[np.argsort(rows[keep], kind="stable")]
+    for name in names:
+        joined[name] = np.concatenate([step[name] for step in steps])[order]
+    joined["logits"] = joined["logits"].astype(np.float32)
+    return joined
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Prints the completion as it comes; the finish reason and counts go to stderr."""
+    values = {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
+    values |= {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "seed")}
+    defaults = GenerationConfig.from_directory(args.checkpoint).sampling
+    sampling = SamplingParams.from_mapping(values, defaults)
+    prompts = PromptBuilder(args.checkpoint, worker=False)
+    prompt = prompts.from_text(args.prompt)
+    output = OutputProcessor(prompts.tokenizer, prompt.options)
+    client = EngineClient.start(_engine_config(args), _progress)
+    try:
+        for chunk in complete(client, prompt.ids, sampling):
+            delta = output.push(chunk.token_ids, chunk.finish_reason)
+            print(delta.reasoning_content + delta.text, end="", flush=True)
+        print()
+        _progress(
+            f"finish_reason {chunk.finish_reason}, {chunk.num_prompt_tokens} prompt tokens,"
+            f" {chunk.num_output_tokens} output tokens"
+        )
+    finally:
+        client.close()
+        prompts.close()
+    return 0

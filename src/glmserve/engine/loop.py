@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's loop: take requests in, keep the ranks busy, send tokens out. One thread.
+
+Up to `steps_in_flight` plans are out at a time; the loop waits for the oldest result only when
+it can plan no further. It never waits for the client.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from glmserve.engine.scheduler import Scheduler
+from glmserve.messages import Cancel, Chunk, Request, StepPlan, StepResult, decode, encode
+
+
+class Ranks(Protocol):
+    """The ranks as the loop sees them (parallel.launcher.RankLauncher, or a fake in tests)."""
+
+    def send(self, data: bytes, timeout: float | None = None) -> None: ...
+
+    def recv(self, timeout: float | None = None) -> bytes: ...
+
+
+class EngineLoop:
+    """Drives a scheduler. `emit` gets the chunks of every step and cancel, in order."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ranks: Ranks,
+        emit: Callable[[list[Chunk]], None],
+        step_timeout: float = 600.0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.ranks = ranks
+        self.emit = emit
+        self.step_timeout = step_timeout  # seconds a step may take before the ranks are given up
+        self.in_flight: deque[StepPlan] = deque()
+
+    def take(self, messages: Iterable[Request | Cancel]) -> None:
+        """Queues requests and applies cancels."""
+        chunks: list[Chunk] = []
+        for message in messages:
+            if isinstance(message, Cancel):
+                chunks += self.scheduler.cancel(message.uid)
+            elif (refusal := self.scheduler.add(message)) is not None:
+                chunks.append(refusal)
+        if chunks:
+            self.emit(chunks)
+
+    def step(self) -> bool:
+        """Plans what can be planned and applies one result; False when there is nothing to do."""
+        while len(self.in_flight) < self.scheduler.config.steps_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self.ranks.send(encode(plan), self.step_timeout)
+            self.in_flight.append(plan)
+        if not self.in_flight:
+            if self.scheduler.idle:
+                self.scheduler.check_integrity()
+            return False
+        result = decode(self.ranks.recv(self.step_timeout))
+        assert isinstance(result, StepResult), result
+        chunks = self.scheduler.apply(result, self.in_flight.popleft())
+        if chunks:
+            self.emit(chunks)
+        return True

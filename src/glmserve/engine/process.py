@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process: `python -m glmserve.engine.process SPEC`, started by `engine.client`.
+
+It starts the ranks, tells the client when they have loaded, and runs the loop until the client
+goes away or a rank dies. Python and numpy only: neither torch nor CUDA is touched here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from glmserve.config import EngineConfig
+from glmserve.engine.client import EngineSpec
+from glmserve.engine.loop import EngineLoop
+from glmserve.engine.scheduler import Scheduler
+from glmserve.errors import EngineError, GlmServeError
+from glmserve.generation_config import GenerationConfig
+from glmserve.ipc.process import watch_heartbeat
+from glmserve.messages import (
+    Cancel,
+    Chunk,
+    Chunks,
+    EngineFailed,
+    EngineInfo,
+    Progress,
+    RanksReady,
+    Request,
+    decode,
+)
+from glmserve.model_config import ModelConfig
+from glmserve.parallel.launcher import RankLauncher
+from glmserve.text.tokenizer import Tokenizer
+
+LOAD_TIMEOUT = 3600.0  # seconds; 95 GB a rank from slow storage is minutes
+
+
+def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
+    """Checks the settings against the checkpoint and fills in what follows from it."""
+    directory = Path(config.checkpoint)
+    model = ModelConfig.from_file(directory / "config.json")
+    model.check_ranks(config.ranks, config.expert_layout)
+    config = config.with_limits(model.max_position_embeddings)
+    if not config.valid_tokens and (directory / "tokenizer.json").exists():
+        valid = min(Tokenizer(directory).vocab_size, model.vocab_size)
+        config = dataclasses.replace(config, valid_tokens=valid)
+    return config, model
+
+
+class EngineProcess:
+    """Glue between the client's connection, the loop and the ranks."""
+
+    def __init__(self, config: EngineConfig, connection: Connection) -> None:
+        self.config, self.model = resolve(config)
+        self.connection = connection
+        # A rank that dies while the engine is idle must end the wait for requests.
+        self.wake_read, self.wake_write = os.pipe()
+        self.ranks = RankLauncher(
+            self.config, on_failure=lambda _reason: os.write(self.wake_write, b"x")
+        )
+        self.scheduler: Scheduler | None = None
+
+    def load(self) -> EngineInfo:
+        """Waits until every rank is ready, passing their progress lines on."""
+        while isinstance(message := decode(self.ranks.recv(LOAD_TIMEOUT)), Progress):
+            self.connection.send(message)
+        assert isinstance(message, RanksReady), message
+        generation = GenerationConfig.from_directory(self.config.checkpoint)
+        eos = generation.eos_token_ids or self.model.eos_token_id
+        self.scheduler = Scheduler(self.config, eos)
+        return EngineInfo(
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.config.max_model_len,
+            eos_token_ids=eos,
+            pad_token_id=self.model.pad_token_id,
+            ranks=self.config.ranks,
+            engine_pid=os.getpid(),
+            rank_pids=self.ranks.pids,
+            parameter_bytes=message.parameter_bytes,
+            share_bytes=message.share_bytes,
+        )
+
+    def serve(self) -> None:
+        """Runs until the client closes its end; raises EngineError when the ranks fail."""
+        assert self.scheduler is not None
+        loop = EngineLoop(self.scheduler, self.ranks, self._emit)
+        busy = True
+        while True:
+            if not busy:
+                wait([self.connection, self.wake_read])
+                self.ranks.check()
+            messages: list[Request | Cancel] = []
+            try:
+                while self.connection.poll(0):
+                    messages.append(self.connection.recv())
+            except (EOFError, ConnectionError):
+                return
+            loop.take(messages)
+            busy = loop.step()
+
+    def fail_running(self, reason: str) -> None:
+        """Answers every request with an error; nothing that was accepted stays without an end."""
+        if self.scheduler is None:
+            return
+        self._emit(
+            [
+                dataclasses.replace(
+                    chunk, finish_reason="error", error=reason, error_code="INTERNAL"
+                )
+                for chunk in self.scheduler.cancel(None)
+            ]
+        )
+
+    def _emit(self, chunks: list[Chunk]) -> None:
+        if chunks:
+            self.connection.send(Chunks(tuple(chunks)))
+
+
+def main() -> int:
+    spec = EngineSpec(**json.loads(sys.argv[1]))
+    watch_heartbeat(spec.heartbeat)
+    connection = Connection(spec.socket)
+    process: EngineProcess | None = None
+    try:
+        process = EngineProcess(EngineConfig.from_json(spec.engine), connection)
+        connection.send(process.load())
+        process.serve()
+        return 0
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the client has gone
+    except (GlmServeError, TimeoutError, OSError) as error:
+        reason = str(error) or type(error).__name__
+        if process is not None:
+            process.fail_running(reason)
+        connection.send(EngineFailed(reason))
+        return 1
+    finally:
+        if process is not None:
+            process.ranks.close()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (BrokenPipeError, EngineError):
+        sys.exit(1)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: turns queued requests and free pages into step plans.
+
+A plan is made without waiting for the steps in flight (DESIGN §3.1), so it reserves the pages
+that they may need at most and is corrected when their results arrive. Not its job: sockets,
+rings, time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+
+import numpy as np
+
+from glmserve.config import PAGE_SIZE, EngineConfig
+from glmserve.engine.page_pool import PagePool
+from glmserve.engine.sequence import Sequence
+from glmserve.messages import (
+    Chunk,
+    FinishReason,
+    PageGrant,
+    PrefillChunk,
+    Request,
+    RowInit,
+    StepPlan,
+    StepResult,
+)
+
+
+class Scheduler:
+    """Owns every sequence from arrival to its last chunk. One thread uses it."""
+
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
+        self.config = config
+        self.eos_token_ids = eos_token_ids
+        self.pool = PagePool(config.num_pages, config.page_seed)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first: preemption takes from the end
+        self.preemptions = 0
+        self._by_uid: dict[str, Sequence] = {}
+        self._by_row: dict[int, Sequence] = {}
+        self._leaving: list[Sequence] = []  # ended, but a step in flight still names their row
+        self._free_rows = list(range(config.max_rows - 1, -1, -1))
+        self._next_step = 0
+        self._done_step = -1
+
+    # -- requests -------------------------------------------------------------------------
+
+    def add(self, request: Request) -> Chunk | None:
+        """Queues a checked request. Returns an error chunk instead when the queue is full."""
+        if len(self.waiting) >= self.config.max_queue:
+            return Chunk(
+                request.uid,
+                0,
+                finish_reason="error",
+                num_prompt_tokens=len(request.prompt),
+                error=f"the queue is full: {len(self.waiting)} requests are waiting",
+                error_code="UNAVAILABLE",
+            )
+        assert request.uid not in self._by_uid, request.uid
+        max_tokens, seed = request.sampling.max_tokens, request.sampling.seed
+        assert max_tokens is not None, "admission.check_request fills it in"
+        sequence = Sequence(request, secrets.randbits(64) if seed is None else seed, max_tokens)
+        self._by_uid[request.uid] = sequence
+        self.waiting.append(sequence)
+        return None
+
+    def knows(self, uid: str) -> bool:
+        return uid in self._by_uid
+
+    def cancel(self, uid: str | None) -> list[Chunk]:
+        """Ends `uid` (None: every request) now; its row and pages follow when no step names it."""
+        uids = list(self._by_uid) if uid is None else [uid] if uid in self._by_uid else []
+        chunks = []
+        for sequence in [self._by_uid[u] for u in uids]:
+            if sequence.row < 0:
+                self.waiting.remove(sequence)
+            self._finish(sequence, "abort")
+            chunks.append(sequence.chunk())
+        return chunks
+
+    @property
+    def idle(self) -> bool:
+        return not self._by_uid and not self._leaving
+
+    @property
+    def _busy(self) -> bool:
+        """True while a step is in flight."""
+        return self._done_step != self._next_step - 1
+
+    # -- planning -------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step, or returns None when there is nothing to compute now."""
+        grants: list[PageGrant] = []
+        preemptions = self.preemptions
+        decode = self._plan_decode(grants)
+        if decode is None:  # out of pages, and the newest state is not known yet
+            return None
+        admit: list[RowInit] = []
+        # What was preempted for want of pages must not come back in the same step.
+        prefill = self._plan_prefill(grants, admit, starved=self.preemptions > preemptions)
+        if not decode and not prefill:
+            assert self._busy or not (self.running or self.waiting), "no step can be planned: the pool is too small"
+            return None
+        step, self._next_step = self._next_step, self._next_step + 1
+        for sequence in decode:
+            sequence.sampling_steps += 1
+            sequence.last_step = step
+        for chunk in prefill:
+            sequence = self._by_row[chunk.row]
+            sequence.sampling_steps += chunk.final
+            sequence.last_step = step
+        rows = tuple(sequence.row for sequence in decode)
+        return StepPlan(step, tuple(admit), tuple(grants), tuple(prefill), rows)
+
+    def _plan_decode(self, grants: list[PageGrant]) -> list[Sequence] | None:
+        ready = [s for s in self.running if not s.prefilling and not s.surely_done]
+        planned: list[Sequence] = []
+        for sequence in ready:
+            if sequence.row < 0:  # preempted below, for an older one
+                continue
+            while not self._grow(sequence, sequence.longest(self.config.drafts), grants):
+                if self._busy:
+                    # Preempting needs confirmed tokens: plan what fits, or wait for results.
+                    return planned or None
+                self._preempt(self.running[-1], grants)
+                if sequence.row < 0:
+                    break
+            else:
+                planned.append(sequence)
+        return planned
+
+    def _plan_prefill(
+        self, grants: list[PageGrant], admit: list[RowInit], starved: bool
+    ) -> list[PrefillChunk]:
+        budget = self.config.chunk
+        chunks: list[PrefillChunk] = []
+        candidates = [s for s in self.running if s.prefilling]
+        while budget > 0:
+            if candidates:
+                sequence = candidates.pop(0)
+            elif self.waiting and self._free_rows and not starved:
+                sequence = self.waiting[0]
+            else:
+                break
+            start = sequence.prefilled
+            length = min(budget, len(sequence.context) - start)
+            if not self._grow(sequence, start + length, grants, sequence.row < 0):
+                break
+            if sequence.row < 0:
+                admit.append(self._admit(sequence, grants))
+            end = start + length
+            tokens = sequence.context[start : end + 1]
+            chunks.append(PrefillChunk(sequence.row, start, length, tokens))
+            sequence.prefilled = end
+            budget -= length
+        return chunks
+
+    def _admit(self, sequence: Sequence, grants: list[PageGrant]) -> RowInit:
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.row = self._free_rows.pop()
+        self._by_row[sequence.row] = sequence
+        grants.append(PageGrant(sequence.row, 0, np.asarray(sequence.pages, dtype=np.int32)))
+        sampling = sequence.request.sampling
+        stops = () if sampling.ignore_eos else self.eos_token_ids
+        return RowInit(
+            row=sequence.row,
+            seed=sequence.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            remaining=sequence.remaining,
+            stop_token_ids=tuple(dict.fromkeys((*stops, *sampling.stop_token_ids))),
+        )
+
+    def _grow(
+        self, sequence: Sequence, length: int, grants: list[PageGrant], silent: bool = False
+    ) -> bool:
+        """Makes the pages of `sequence` hold `length` tokens and what a step writes past them."""
+        slots = length + self.config.lookahead
+        need = -(-slots // PAGE_SIZE) - len(sequence.pages)
+        if need <= 0:
+            return True
+        pages = self.pool.allocate(need)
+        if pages is None:
+            return False
+        if not silent:  # the grant of a sequence that is being admitted follows with its row
+            grants.append(PageGrant(sequence.row, len(sequence.pages), pages))
+        sequence.pages.extend(pages.tolist())
+        return True
+
+    def _preempt(self, sequence: Sequence, grants: list[PageGrant]) -> None:
+        """Takes row and pages back; the sequence is computed again when there is room."""
+        self.preemptions += 1
+        grants[:] = [grant for grant in grants if grant.row != sequence.row]
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.restart()
+        self.waiting.appendleft(sequence)
+
+    # -- results --------------------------------------------------------------------------
+
+    def apply(self, result: StepResult, plan: StepPlan) -> list[Chunk]:
+        """Takes a step's result in; returns the chunks to send."""
+        assert result.step == plan.step == self._done_step + 1, (result.step, plan.step)
+        self._done_step = result.step
+        chunks = []
+        for row in (*plan.decode, *(chunk.row for chunk in plan.prefill if chunk.final)):
+            self._by_row[row].sampling_steps -= 1
+        for out in result.outputs:
+            sequence = self._by_row[out.row]
+            if sequence.finished or not out.token_ids:
+                continue  # cancelled, or ended, while the step was in flight
+            sequence.output.extend(out.token_ids)
+            if out.stopped:
+                self._finish(sequence, "stop")
+            elif out.exhausted:
+                self._finish(sequence, "length")
+            chunks.append(
+                sequence.chunk(out.token_ids, out.token_ids[-1] if out.stopped else None)
+            )
+        for sequence in [s for s in self._leaving if s.last_step <= self._done_step]:
+            self._leaving.remove(sequence)
+            self._release(sequence)
+        return chunks
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        del self._by_uid[sequence.uid]
+        if sequence.row < 0:
+            return
+        self.running.remove(sequence)
+        if sequence.last_step <= self._done_step:
+            self._release(sequence)
+        else:
+            self._leaving.append(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        self._free_rows.append(sequence.row)
+        del self._by_row[sequence.row]
+        sequence.pages = []
+
+    def check_integrity(self) -> None:
+        """Asserts that pages and rows are accounted for; cheap enough to run whenever idle."""
+        self.pool.check_integrity(p for s in self._by_row.values() for p in s.pages)
+        assert len(self._free_rows) + len(self._by_row) == self.config.max_rows
+        assert sorted([*self._free_rows, *self._by_row]) == list(range(self.config.max_rows))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request inside the engine. Confirmed facts only change when a step's result arrives.
+
+While steps are in flight the host does not know how many tokens they will confirm; the
+properties give the bounds that planning needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from glmserve.messages import Chunk, FinishReason, IntArray, Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    request: Request
+    seed: int  # 64 bits, drawn when the request brought none
+    max_tokens: int
+    output: list[int] = field(default_factory=list)  # confirmed tokens
+    pages: list[int] = field(default_factory=list)  # physical, in logical order
+    row: int = -1  # device row while running
+    prefilled: int = 0  # tokens planned for prefill since the row was taken
+    sampling_steps: int = 0  # steps in flight that sample this sequence
+    last_step: int = -1  # newest step whose plan names the row
+    finish_reason: FinishReason | None = None
+    chunks_sent: int = 0
+    context: IntArray = field(init=False)  # tokens to prefill: the prompt, and output if preempted
+
+    def __post_init__(self) -> None:
+        self.context = self.request.prompt
+
+    @property
+    def uid(self) -> str:
+        return self.request.uid
+
+    @property
+    def prefilling(self) -> bool:
+        return self.prefilled < len(self.context)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - len(self.output)
+
+    @property
+    def length(self) -> int:
+        """Confirmed tokens, prompt and output."""
+        return len(self.request.prompt) + len(self.output)
+
+    def longest(self, drafts: int) -> int:
+        """Tokens there may be once every step in flight has confirmed all that it can."""
+        return self.length + self.sampling_steps * (drafts + 1)
+
+    @property
+    def surely_done(self) -> bool:
+        """True when the steps in flight exhaust max_tokens even if each confirms one token."""
+        return self.sampling_steps >= self.remaining
+
+    def restart(self) -> None:
+        """Forgets the row and its pages: the context is computed again from the start."""
+        self.context = np.concatenate(
+            [self.request.prompt, np.asarray(self.output, dtype=np.int32)]
+        )
+        self.pages, self.row, self.prefilled = [], -1, 0
+
+    def chunk(self, tokens: tuple[int, ...] = (), stop_token: int | None = None) -> Chunk:
+        """The next chunk to send; carries the finish reason when the sequence has ended."""
+        index, self.chunks_sent = self.chunks_sent, self.chunks_sent + 1
+        return Chunk(
+            self.uid,
+            index,
+            tokens,
+            self.finish_reason,
+            num_prompt_tokens=len(self.request.prompt),
+            num_output_tokens=len(self.output),
+            stop_token=stop_token,
+        )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank process: `python -m glmserve.runtime.rank SPEC`, started by `parallel.launcher`.
+
+Loads this rank's share of the checkpoint, then runs every plan that arrives. Rank 0 reports the
+results. An exception ends the process: the launcher tells the engine which rank died and why.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from glmserve.checkpoint.reader import load_weights, share_bytes
+from glmserve.config import PAGE_SIZE, EngineConfig
+from glmserve.ipc.errors import Aborted
+from glmserve.ipc.ring import BroadcastRing
+from glmserve.messages import Progress, RanksReady, decode, encode
+from glmserve.model.caches import Caches
+from glmserve.model.decoder import Decoder
+from glmserve.model.mtp import Mtp
+from glmserve.model_config import ModelConfig
+from glmserve.parallel import make_group
+from glmserve.parallel.group import Group
+from glmserve.parallel.rank_spec import RankSpec
+from glmserve.runtime.capture import Capture
+from glmserve.runtime.sampler import Sampler
+from glmserve.runtime.step import StepRunner
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def build(
+    config: EngineConfig, group: Group, results: BroadcastRing | None
+) -> tuple[StepRunner, RanksReady]:
+    """Loads weights and allocates caches; the same on every rank."""
+    device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
+    dtype = DTYPES[config.dtype]
+    model = ModelConfig.from_file(Path(config.checkpoint) / "config.json")
+
+    def progress(line: str) -> None:
+        if results is not None:
+            results.send(encode(Progress(line)))
+
+    weights = load_weights(
+        Path(config.checkpoint),
+        model,
+        group.rank,
+        group.size,
+        config.expert_layout,
+        dtype,
+        device,
+        on_progress=progress,
+    )
+    share = share_bytes(model, group.rank, group.size, config.expert_layout, dtype)
+    print(f"{weights.parameter_bytes:,} parameter bytes, {share:,} by the shapes", flush=True)
+    decoder = Decoder(model, weights, group, latent_norm_eps=config.latent_norm_eps)
+    mtp = None
+    if config.drafts:
+        mtp = Mtp(model, weights, group, latent_norm_eps=config.latent_norm_eps)
+    caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device)
+    sampler = Sampler(
+        group,
+        model.vocab_size // group.size,
+        config.valid_tokens or model.vocab_size,
+        device,
+    )
+    capture = Capture(config.capture_dir, group) if config.capture_dir else None
+    runner = StepRunner(config, decoder, mtp, caches, sampler, device, capture)
+    counts = group.all_gather(torch.tensor([weights.parameter_bytes, share], dtype=torch.int64))
+    everyone = counts.tolist()
+    return runner, RanksReady(tuple(c[0] for c in everyone), tuple(c[1] for c in everyone))
+
+
+def main() -> int:
+    spec = RankSpec.from_json(sys.argv[1])
+    spec.watch_parent()
+    torch.set_num_threads(1)
+    plans, results = spec.open_plans(), spec.open_results()
+    try:
+        group = make_group(spec)
+        runner, ready = build(EngineConfig.from_json(spec.engine), group, results)
+        if results is not None:
+            results.send(encode(ready))
+        while True:
+            result = runner.run(decode(plans.recv()))
+            if results is not None:
+                results.send(encode(result))
+    except Aborted:
+        return 1  # another rank died, or the engine is closing; the launcher knows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

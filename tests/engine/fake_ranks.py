@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks without a model: they obey the plan protocol and check it.
+
+The "model" is a hash of the whole context, read back through the page table from a pretended
+cache, so a wrong page, a missed chunk or a reused row changes the tokens. Accepted drafts are
+random; they never change what is generated, only how much of it a step confirms.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from glmserve.config import PAGE_SIZE, EngineConfig
+from glmserve.messages import RowInit, RowOutput, StepPlan, StepResult, decode, encode
+
+VOCAB = 97
+
+
+def next_token(context: list[int]) -> int:
+    value = 17
+    for token in context:
+        value = (value * 31 + token + 7) % 1_000_003
+    return value % VOCAB
+
+
+def expected_output(prompt: list[int], max_tokens: int, stops: tuple[int, ...]) -> list[int]:
+    """What one request gives when it runs alone."""
+    context, output = list(prompt), []
+    while len(output) < max_tokens:
+        output.append(next_token(context))
+        context.append(output[-1])
+        if output[-1] in stops:
+            break
+    return output
+
+
+class FakeRanks:
+    """A `Ranks` whose results are ready at once but are read in order."""
+
+    def __init__(self, config: EngineConfig, seed: int = 0) -> None:
+        self.config = config
+        self.random = random.Random(seed)
+        self.results: deque[bytes] = deque()
+        self.plans: list[StepPlan] = []
+        self.cache = [-1] * (config.num_pages * PAGE_SIZE)
+        self.tables: dict[int, list[int]] = {}
+        self.rows: dict[int, RowInit] = {}
+        self.length: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.remaining: dict[int, int] = {}
+
+    def send(self, data: bytes, timeout: float | None = None) -> None:
+        plan = decode(data)
+        assert isinstance(plan, StepPlan)
+        self.plans.append(plan)
+        self.results.append(encode(self._run(plan)))
+
+    def recv(self, timeout: float | None = None) -> bytes:
+        return self.results.popleft()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for init in plan.admit:
+            self.rows[init.row] = init
+            self.tables[init.row] = []
+            self.length[init.row] = 0
+            self.remaining[init.row] = init.remaining
+            self.last[init.row] = -1
+        for grant in plan.grants:
+            assert grant.start == len(self.tables[grant.row])
+            self.tables[grant.row] += grant.pages.tolist()
+            assert len(self.tables[grant.row]) <= self.config.pages_per_row
+        outputs = []
+        for row in plan.decode:
+            if self.last[row] < 0:
+                continue  # ended meanwhile
+            outputs.append(self._generate(row, 1 + self.random.randint(0, self.config.drafts)))
+        computed = 0
+        for chunk in plan.prefill:
+            assert chunk.start == self.length[chunk.row]
+            for offset in range(chunk.length):
+                self._write(chunk.row, chunk.start + offset, int(chunk.tokens[offset]))
+            computed += chunk.length
+            self.length[chunk.row] = chunk.start + chunk.length
+            if chunk.final:
+                outputs.append(self._generate(chunk.row, 1))
+        assert computed <= self.config.chunk
+        return StepResult(plan.step, tuple(outputs), computed)
+
+    def _slot(self, row: int, position: int) -> int:
+        return self.tables[row][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+    def _write(self, row: int, position: int, token: int) -> None:
+        self.cache[self._slot(row, position)] = token
+
+    def _generate(self, row: int, count: int) -> RowOutput:
+        init, tokens = self.rows[row], []
+        if self.last[row] >= 0:
+            self._write(row, self.length[row] - 1, self.last[row])
+            # Everything that the step may write ahead must have a page as well.
+            self._slot(row, self.length[row] - 1 + self.config.lookahead)
+        stopped = False
+        for _ in range(min(count, self.remaining[row])):
+            context = [self.cache[self._slot(row, p)] for p in range(self.length[row])]
+            token = next_token(context)
+            tokens.append(token)
+            if self.config.drafts:  # the next one of this step sees it
+                self._write(row, self.length[row], token)
+            self.length[row] += 1
+            self.remaining[row] -= 1
+            self.last[row] = token
+            stopped = token in init.stop_token_ids
+            if stopped or not self.config.drafts:
+                break
+        exhausted = self.remaining[row] == 0 and not stopped
+        if stopped or exhausted:
+            self.last[row] = -1
+        return RowOutput(row, tuple(tokens), stopped, exhausted, len(tokens) - 1)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler and the loop against ranks that check every plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from tests.engine.fake_ranks import VOCAB, FakeRanks, expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glmserve.config import EngineConfig
+from glmserve.engine.loop import EngineLoop
+from glmserve.engine.scheduler import Scheduler
+from glmserve.messages import Cancel, Chunk, Request
+from glmserve.sampling_params import SamplingParams
+
+EOS = (3,)
+
+
+class Harness:
+    def __init__(self, seed: int = 0, **settings: object) -> None:
+        values = {"checkpoint": "none", "num_pages": 40, "max_rows": 8, "chunk": 16} | settings
+        self.config = EngineConfig(**values).with_limits(1 << 20)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.config, EOS)
+        self.ranks = FakeRanks(self.config, seed)
+        self.chunks: list[Chunk] = []
+        self.loop = EngineLoop(self.scheduler, self.ranks, self.chunks.extend)
+
+    def run(self, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if not self.loop.step():
+                assert self.scheduler.idle
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def output(self, uid: str) -> list[int]:
+        mine = [chunk for chunk in self.chunks if chunk.uid == uid]
+        assert [chunk.index for chunk in mine] == list(range(len(mine)))
+        assert [c.finish_reason is not None for c in mine] == [False] * (len(mine) - 1) + [True]
+        tokens = [token for chunk in mine for token in chunk.token_ids]
+        assert mine[-1].num_output_tokens == len(tokens)
+        return tokens
+
+    def finish(self, uid: str) -> str | None:
+        return next(c.finish_reason for c in self.chunks if c.uid == uid and c.finish_reason)
+
+
+def make_request(uid: str, prompt: list[int], max_tokens: int, **settings: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, **settings)  # type: ignore[arg-type]
+    return Request(uid, np.asarray(prompt, dtype=np.int32), sampling)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(4, VOCAB), k=length)
+
+
+def test_one_request_gives_the_models_tokens() -> None:
+    harness = Harness()
+    prompt = prompt_of(50, 1)
+    harness.loop.take([make_request("a", prompt, 30, ignore_eos=True)])
+    harness.run()
+    assert harness.output("a") == expected_output(prompt, 30, ())
+    assert harness.finish("a") == "length"
+    assert [p.prefill[0].length for p in harness.ranks.plans[:4]] == [16, 16, 16, 2]
+
+
+def test_a_stop_id_ends_a_request_and_is_named() -> None:
+    harness = Harness()
+    prompt = next(
+        p for p in (prompt_of(20, s) for s in range(500)) if 3 in expected_output(p, 40, ())
+    )
+    harness.loop.take([make_request("a", prompt, 60)])
+    harness.run()
+    assert harness.output("a") == expected_output(prompt, 60, EOS)
+    assert harness.finish("a") == "stop"
+    assert harness.chunks[-1].stop_token == 3
+
+
+def test_rows_decode_while_another_prompt_is_prefilled() -> None:
+    harness = Harness()
+    harness.loop.take([make_request("a", prompt_of(10, 1), 40, ignore_eos=True)])
+    for _ in range(3):
+        harness.loop.step()
+    harness.loop.take([make_request("b", prompt_of(100, 2), 5, ignore_eos=True)])
+    harness.run()
+    assert any(plan.decode and plan.prefill for plan in harness.ranks.plans)
+    assert harness.output("b") == expected_output(prompt_of(100, 2), 5, ())
+
+
+def test_no_step_is_planned_after_max_tokens() -> None:
+    harness = Harness()
+    harness.loop.take([make_request("a", prompt_of(10, 1), 5, ignore_eos=True)])
+    harness.run()
+    assert len(harness.ranks.plans) == 5  # one prefill that samples, four decodes
+
+
+def test_a_full_queue_refuses_with_its_length() -> None:
+    harness = Harness(max_queue=2)
+    harness.loop.take([make_request(str(i), prompt_of(5, i), 2) for i in range(3)])
+    refused = harness.chunks[0]
+    assert (refused.uid, refused.error_code, refused.finish_reason) == ("2", "UNAVAILABLE", "error")
+    assert "2 requests" in refused.error
+    harness.run()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3, 9])
+def test_cancel_ends_a_request_at_any_time_and_frees_its_pages(steps_before: int) -> None:
+    harness = Harness()
+    harness.loop.take(
+        [make_request("a", prompt_of(40, 1), 50, ignore_eos=True), make_request("b", [5, 6], 20)]
+    )
+    for _ in range(steps_before):
+        harness.loop.step()
+    harness.loop.take([Cancel("a"), Cancel("unknown")])
+    harness.run()
+    assert harness.finish("a") == "abort"
+    assert harness.output("b") == expected_output([5, 6], 20, EOS)
+    assert harness.scheduler.pool.free == harness.scheduler.pool.capacity
+
+
+def test_running_out_of_pages_preempts_and_changes_nothing() -> None:
+    harness = Harness(num_pages=9, max_rows=6)
+    prompts = {str(i): prompt_of(60 + i, i) for i in range(6)}
+    harness.loop.take(
+        [make_request(uid, prompt, 150, ignore_eos=True) for uid, prompt in prompts.items()]
+    )
+    harness.run()
+    assert harness.scheduler.preemptions > 0
+    for uid, prompt in prompts.items():
+        assert harness.output(uid) == expected_output(prompt, 150, ())
+
+
+def test_limits_leave_room_for_the_longest_request() -> None:
+    config = EngineConfig("none", num_pages=9, drafts=3).with_limits(1 << 20)
+    assert config.max_model_len == 8 * 64 - config.lookahead
+    harness = Harness(num_pages=9, drafts=3)
+    length = harness.config.max_model_len - 10
+    harness.loop.take([make_request("a", prompt_of(length, 3), 10, ignore_eos=True)])
+    harness.run()
+    assert harness.output("a") == expected_output(prompt_of(length, 3), 10, ())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 1000),
+    num_pages=st.integers(6, 30),
+    max_rows=st.integers(1, 5),
+    chunk=st.sampled_from([1, 7, 16, 64]),
+    drafts=st.integers(0, 3),
+    steps_in_flight=st.sampled_from([1, 2]),
+    page_seed=st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_any_mix_of_requests_equals_one_at_a_time(
+    data: st.DataObject,
+    seed: int,
+    num_pages: int,
+    max_rows: int,
+    chunk: int,
+    drafts: int,
+    steps_in_flight: int,
+    page_seed: int | None,
+) -> None:
+    harness = Harness(
+        seed,
+        num_pages=num_pages,
+        max_rows=max_rows,
+        chunk=chunk,
+        drafts=drafts,
+        steps_in_flight=steps_in_flight,
+        page_seed=page_seed,
+    )
+    longest = harness.config.max_model_len
+    wanted: dict[str, list[int]] = {}
+    cancelled = set()
+    for i in range(data.draw(st.integers(1, 8))):
+        length = data.draw(st.integers(1, min(100, longest - 1)))
+        max_tokens = data.draw(st.integers(1, min(80, longest - length)))
+        ignore = data.draw(st.booleans())
+        prompt = prompt_of(length, seed * 100 + i)
+        wanted[str(i)] = expected_output(prompt, max_tokens, () if ignore else EOS)
+        harness.loop.take([make_request(str(i), prompt, max_tokens, ignore_eos=ignore)])
+        for _ in range(data.draw(st.integers(0, 5))):
+            harness.loop.step()
+        if data.draw(st.integers(0, 4)) == 0:
+            victim = data.draw(st.sampled_from(sorted(wanted)))
+            if harness.scheduler.knows(victim):
+                cancelled.add(victim)
+            harness.loop.take([Cancel(victim)])
+    harness.run()
+    harness.scheduler.check_integrity()
+    assert harness.scheduler.pool.free == harness.scheduler.pool.capacity
+    for uid, tokens in wanted.items():
+        got = harness.output(uid)
+        if uid in cancelled:
+            assert harness.finish(uid) == "abort"
+            assert got == tokens[: len(got)]
+        else:
+            assert got == tokens
+
+
+def test_a_preempted_request_keeps_its_seed() -> None:
+    harness = Harness(num_pages=5, max_rows=4)
+    requests = [make_request(str(i), prompt_of(60, i), 100, seed=i) for i in range(3)]
+    harness.loop.take([dataclasses.replace(r) for r in requests])
+    harness.run()
+    for plan in harness.ranks.plans:
+        for init in plan.admit:
+            assert init.seed in (0, 1, 2)
+    assert harness.scheduler.preemptions > 0

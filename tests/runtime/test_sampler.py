@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler: its generator, its distribution, its thresholds, and any width giving the same."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from glmserve.kernels import sampling as ops
+from glmserve.kernels.sampling.reference import philox_4x32
+from glmserve.parallel.group import SingleGroup
+from glmserve.runtime.sampler import Sampler, SamplingRows
+
+CPU = torch.device("cpu")
+
+
+class ThreadGroup:
+    """N ranks as threads: exchanges through a list, so that widths can be compared in-process."""
+
+    def __init__(self, rank: int, size: int, board: list[Tensor], gate: threading.Barrier) -> None:
+        self.rank, self.size, self._board, self._gate = rank, size, board, gate
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._board[self.rank] = x
+        self._gate.wait()
+        result = torch.stack(list(self._board))
+        self._gate.wait()
+        return result
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).sum(0)
+
+
+def rows_of(
+    count: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 5,
+    first: int = 0,
+) -> SamplingRows:
+    return SamplingRows(
+        torch.full((count,), temperature),
+        torch.full((count,), top_p, dtype=torch.float64),
+        torch.full((count,), top_k),
+        torch.full((count,), seed),
+        torch.arange(first, first + count),
+    )
+
+
+def sample_alone(logits: Tensor, rows: SamplingRows, valid: int | None = None) -> Tensor:
+    width = logits.shape[1]
+    return Sampler(SingleGroup(), width, valid or width, CPU).sample(logits, rows)
+
+
+def test_philox_matches_the_published_vector() -> None:
+    # Random123's known answer for philox4x32-10 with key and counter 0.
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert philox_4x32(zero, zero, zero, zero).item() == 0x6627E8D5
+
+
+def test_keys_order_as_their_values() -> None:
+    values = torch.tensor([-torch.inf, -3.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, 2.0, torch.inf])
+    keys = ops.ordered_keys(values)
+    assert (keys[1:] >= keys[:-1]).all()
+    assert keys[3] == keys[4] and keys[6] == keys[7]
+    assert keys.min() >= 0 and keys.max() < 2**32
+
+
+def exact(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """The distribution by definition: sort, cut, renormalise."""
+    probs = torch.softmax(logits.double() / temperature, 0)
+    order = probs.argsort(descending=True, stable=True)
+    if top_k:
+        probs = torch.where(probs >= probs[order[top_k - 1]], probs, 0.0)
+        probs = probs / probs.sum()
+    if top_p < 1:
+        before = probs[order].cumsum(0) - probs[order]
+        probs[order[before >= top_p]] = 0.0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 8, 0.7), (1.0, 1, 1.0)],
+)
+def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    draws = 60_000
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 1.5
+    rows = rows_of(draws, temperature, top_p, top_k)
+    got = torch.bincount(sample_alone(logits.expand(draws, -1), rows), minlength=24).double()
+    want = exact(logits, temperature, top_k, top_p) * draws
+    assert got[want == 0].sum() == 0
+    cells = want > 0
+    chi2 = (((got - want) ** 2)[cells] / want[cells]).sum().item()
+    freedom = int(cells.sum()) - 1
+    # Wilson-Hilferty: the cube root of chi2/f is nearly normal; 3.7 sigma is p = 1e-4.
+    if freedom:
+        z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+        assert z < 3.7, (chi2, freedom)
+
+
+def test_ties_at_the_kth_value_are_kept() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]]).expand(4000, -1)
+    drawn = sample_alone(logits, rows_of(4000, temperature=5.0, top_k=2))
+    assert set(drawn.tolist()) == {0, 1, 2, 3}
+
+
+def test_greedy_takes_the_lower_id_of_a_tie_and_no_padding_id() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 9.0], [5.0, 5.0, 1.0, 9.0]])
+    assert sample_alone(logits, rows_of(2, temperature=0.0), valid=3).tolist() == [1, 0]
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(2))
+    rows = rows_of(50, first=100)
+    together = sample_alone(logits, rows)
+    alone = [sample_alone(logits[i : i + 1], rows_of(1, first=100 + i)).item() for i in range(50)]
+    assert together.tolist() == alone
+    assert sample_alone(logits, rows_of(50, seed=6, first=100)).tolist() != alone
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_width_draws_the_same_tokens(size: int) -> None:
+    count, vocab = 40, 64
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(3)) * 2
+    rows = SamplingRows(
+        torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(10),
+        torch.tensor([1.0, 0.9, 0.5, 0.95, 0.8], dtype=torch.float64).repeat(8),
+        torch.tensor([0, 3, 0, 10, 50, 1, 0, 7]).repeat(5),
+        torch.arange(count) * 7919 - 20,
+        torch.arange(count),
+    )
+    want = sample_alone(logits, rows, valid=60).tolist()
+    board, gate = [torch.empty(0)] * size, threading.Barrier(size)
+    got: list[list[int]] = [[] for _ in range(size)]
+
+    def work(rank: int) -> None:
+        width = vocab // size
+        sampler = Sampler(ThreadGroup(rank, size, board, gate), width, 60, CPU)  # type: ignore[arg-type]
+        got[rank] = sampler.sample(logits[:, rank * width : (rank + 1) * width], rows).tolist()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == [want] * size
