@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the postprocess model does: tokens of many requests become text, one response each.
+
+State is kept by request_uid and swept by age, because a request whose client left may never show
+its last response. Through the relay it acknowledges every response, stops a request at a stop
+string and passes on that a client has gone. Not its job: how ids become text (`text.output`),
+tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from glmserve.text.output import OutputDelta, OutputProcessor
+
+from glmserve.server.output_settings import OutputSettings
+from glmserve.server.relay import RelayClient
+from glmserve.server.stage_messages import TextResponse, TokensResponse
+from glmserve.text.tokenizer import Tokenizer
+
+_FORGET_AFTER: Final = 3600.0  # seconds without a response until a request's state is dropped
+_SWEEP_EVERY: Final = 60.0
+_CANCEL_POLL: Final = 0.1  # seconds between two questions whether a client is still there
+
+_NOTHING: Final = OutputDelta("", "", (), None, None, False, 0, 0)
+
+
+@dataclass
+class _Answer:
+    """A request between its first and its last response."""
+
+    processor: OutputProcessor
+    echo: str
+    seen_at: float
+    asked_at: float  # when the client was last known to be there
+    billed: int = 0  # tokens counted in earlier responses
+
+
+class PostprocessStage:
+    """One object for the one instance of the model; `handle` is called from its one thread."""
+
+    def __init__(self, tokenizer: Tokenizer, relay: RelayClient) -> None:
+        self._tokenizer = tokenizer
+        self._relay = relay
+        self._answers: dict[str, _Answer] = {}
+        self._swept_at = time.monotonic()
+
+    def close(self) -> None:
+        self._relay.close()
+
+    def handle(self, tokens: TokensResponse, is_cancelled: Callable[[], bool]) -> TextResponse:
+        """Never raises for a single request's sake: what goes wrong travels as data."""
+        now = time.monotonic()
+        self._sweep(now)
+        uid = tokens.request_uid
+        try:
+            answer = self._answer(tokens, now)
+            delta = answer.processor.push(tokens.output_ids, tokens.finish_reason or None)
+        except Exception as error:  # the request's own: a broken id, lost state
+            self._answers.pop(uid, None)
+            self._relay.tell(op="stop", uid=uid, index=tokens.index)
+            reason = f"postprocess: {error}"
+            return self._response(tokens, _NOTHING, 0, finish_reason="error", error=reason)
+        if delta.stopped:
+            self._relay.tell(op="stop", uid=uid, index=tokens.index)
+        else:
+            if now - answer.asked_at > _CANCEL_POLL and not tokens.finish_reason:
+                answer.asked_at = now
+                if is_cancelled():
+                    self._relay.tell(op="cancel", uid=uid)
+            self._relay.tell(op="ack", uid=uid, index=tokens.index)
+        if delta.finish_reason is not None:
+            del self._answers[uid]
+        billed = max(0, delta.completion_tokens - answer.billed)
+        answer.billed += billed
+        echo, answer.echo = answer.echo, ""
+        return self._response(
+            tokens, delta, billed, finish_reason=delta.finish_reason or "", echo=echo
+        )
+
+    def _answer(self, tokens: TokensResponse, now: float) -> _Answer:
+        if tokens.output_settings is not None:
+            settings = OutputSettings.from_json(tokens.output_settings)
+            processor = OutputProcessor(self._tokenizer, settings.options)
+            self._answers[tokens.request_uid] = _Answer(processor, settings.echo, now, now)
+        answer = self._answers.get(tokens.request_uid)
+        if answer is None:
+            raise LookupError("the state of this request was dropped")
+        answer.seen_at = now
+        return answer
+
+    def _response(
+        self,
+        tokens: TokensResponse,
+        delta: OutputDelta,
+        billed: int,
+        *,
+        finish_reason: str,
+        echo: str = "",
+        error: str = "",
+    ) -> TextResponse:
+        return TextResponse(
+            text_output=echo + delta.text,
+            reasoning_content=delta.reasoning_content,
+            tool_calls=json.dumps(delta.tool_calls, ensure_ascii=False),
+            finish_reason=finish_reason,
+            stop_reason=json.dumps(delta.stop_reason, ensure_ascii=False),
+            num_input_tokens=tokens.num_input_tokens,
+            num_output_tokens=billed,
+            request_uid=tokens.request_uid,
+            index=tokens.index,
+            error_message=error or tokens.error_message,
+        )
+
+    def _sweep(self, now: float) -> None:
+        if now - self._swept_at < _SWEEP_EVERY:
+            return
+        self._swept_at = now
+        for uid, answer in list(self._answers.items()):
+            if now - answer.seen_at > _FORGET_AFTER:
+                del self._answers[uid]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of tensors that cross the inference server's borders, for all four models.
+
+`model_repository/*/config.pbtxt` says the same in the server's language; a test compares the two.
+Names, ranks and dtypes of the first group are those of the vLLM backend, so that its clients and
+the stock OpenAI frontend work; TensorRT-LLM's names follow as 1-D aliases; ours stand beside them.
+What a sampling setting means is not said here but in `sampling_params`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Dtype = Literal["STRING", "BOOL", "INT32", "UINT32", "UINT64", "FP32"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One named tensor: `dims` as in config.pbtxt (-1 = any length), no batch dimension."""
+
+    name: str
+    dtype: Dtype
+    dims: tuple[int, ...]
+    doc: str
+    optional: bool = True  # of inputs; an output is always emitted unless its doc says otherwise
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+_NEUTRAL: Final = "Accepted with the value that means off, refused otherwise."
+
+_CLIENT_INPUTS: Final = (
+    Tensor("text_input", "STRING", (1,), "Prompt text, already rendered; this or `messages`."),
+    Tensor("stream", "BOOL", (1,), "Answer in pieces; default false: one response."),
+    Tensor("sampling_parameters", "STRING", (1,), "JSON object; wins over every other way."),
+    Tensor("exclude_input_in_output", "BOOL", (1,), "Default true; false needs `stream` false."),
+    Tensor("return_finish_reason", "BOOL", (1,), "Accepted; the output is always there."),
+    Tensor("return_num_input_tokens", "BOOL", (1,), "Accepted; the output is always there."),
+    Tensor("return_num_output_tokens", "BOOL", (1,), "Accepted; the output is always there."),
+    # TensorRT-LLM's names
+    Tensor("max_tokens", "INT32", (1,), "Most new tokens; default: the context's rest."),
+    Tensor("temperature", "FP32", (1,), "0 = greedy."),
+    Tensor("top_k", "INT32", (1,), "0 or -1 = off."),
+    Tensor("top_p", "FP32", (1,), "In (0, 1]."),
+    Tensor("seed", "UINT64", (1,), "Makes a sampled answer reproducible."),
+    Tensor("stop_words", "STRING", (-1,), "Texts that end the answer; they are cut off."),
+    Tensor("min_tokens", "INT32", (1,), _NEUTRAL),
+    Tensor("repetition_penalty", "FP32", (1,), _NEUTRAL),
+    Tensor("presence_penalty", "FP32", (1,), _NEUTRAL),
+    Tensor("frequency_penalty", "FP32", (1,), _NEUTRAL),
+    Tensor("length_penalty", "FP32", (1,), _NEUTRAL),
+    Tensor("beam_width", "INT32", (1,), _NEUTRAL),
+    Tensor("bad_words", "STRING", (-1,), _NEUTRAL),
+    # ours
+    Tensor("stop_token_ids", "INT32", (-1,), "Token ids that end the answer."),
+    Tensor("ignore_eos", "BOOL", (1,), "Go on past the end-of-sequence ids."),
+    Tensor("messages", "STRING", (1,), "JSON list of chat messages."),
+    Tensor("tools", "STRING", (1,), "JSON list of tools, with `messages`."),
+    Tensor("tool_choice", "STRING", (1,), "`auto`, `none`, or a JSON object."),
+    Tensor("parallel_tool_calls", "BOOL", (1,), "false = at most one tool call."),
+    Tensor("chat_template_kwargs", "STRING", (1,), "JSON object given to the chat template."),
+    Tensor("reasoning_effort", "STRING", (1,), "none, minimal, low, medium, high, xhigh or max."),
+    Tensor("thinking", "STRING", (1,), "JSON object {type, clear_thinking}."),
+    Tensor("enable_thinking", "BOOL", (1,), "Given to the chat template."),
+    Tensor("add_generation_prompt", "BOOL", (1,), "Default true."),
+    Tensor("continue_final_message", "BOOL", (1,), "Leave the last assistant message open."),
+)
+
+_CLIENT_OUTPUTS: Final = (
+    Tensor("text_output", "STRING", (-1,), "New answer text; always one element."),
+    Tensor("reasoning_content", "STRING", (1,), "New reasoning text."),
+    Tensor("tool_calls", "STRING", (1,), "JSON list of tool-call deltas; empty list = none."),
+    Tensor(
+        "finish_reason",
+        "STRING",
+        (-1,),
+        "Empty until the last data response: stop, length, tool_calls, abort or error.",
+    ),
+    Tensor("stop_reason", "STRING", (1,), "The stop string or stop id met, as JSON."),
+    Tensor("num_input_tokens", "UINT32", (1,), "Prompt tokens."),
+    Tensor("num_output_tokens", "UINT32", (-1,), "New tokens of this response."),
+    Tensor("request_uid", "STRING", (1,), "The request's unique id."),
+    Tensor("index", "UINT32", (1,), "0, 1, 2 ... of this request's responses."),
+    Tensor("error_message", "STRING", (1,), "Why finish_reason is `error`."),
+)
+
+_TOKENS_IN: Final = (
+    Tensor("input_ids", "INT32", (-1,), "Prompt tokens.", optional=False),
+    Tensor("sampling_parameters", "STRING", (1,), "JSON object of sampling settings."),
+    Tensor("stream", "BOOL", (1,), "false: one response with every token."),
+    Tensor("request_uid", "STRING", (1,), "Made by preprocess; a direct caller may leave it out."),
+    Tensor(
+        "output_settings",
+        "STRING",
+        (1,),
+        "JSON for postprocess, returned with the first "
+        "response; its presence says that postprocess acknowledges.",
+    ),
+)
+
+_TOKENS_OUT: Final = (
+    Tensor("output_ids", "INT32", (-1,), "New tokens."),
+    Tensor("finish_reason", "STRING", (1,), "Empty until the last data response."),
+    Tensor("stop_token", "INT32", (1,), "The id that ended the answer, -1 = none."),
+    Tensor("num_input_tokens", "UINT32", (1,), "Prompt tokens."),
+    Tensor("num_output_tokens", "UINT32", (1,), "New tokens of this response."),
+    Tensor("request_uid", "STRING", (1,), "The request's unique id."),
+    Tensor("index", "UINT32", (1,), "0, 1, 2 ... of this request's responses."),
+    Tensor("error_message", "STRING", (1,), "Why finish_reason is `error`."),
+    Tensor("output_settings", "STRING", (1,), "As received; in the first response only."),
+)
+
+MODELS: Final[dict[str, ModelTensors]] = {
+    "preprocess": ModelTensors(
+        _CLIENT_INPUTS,
+        tuple(Tensor(t.name, t.dtype, t.dims, t.doc, optional=False) for t in _TOKENS_IN),
+    ),
+    "glm_dsa": ModelTensors(_TOKENS_IN, _TOKENS_OUT),
+    "postprocess": ModelTensors(
+        tuple(
+            Tensor(t.name, t.dtype, t.dims, t.doc, optional=t.name == "output_settings")
+            for t in _TOKENS_OUT
+        ),
+        _CLIENT_OUTPUTS,
+    ),
+    "ensemble": ModelTensors(_CLIENT_INPUTS, _CLIENT_OUTPUTS),
+}
