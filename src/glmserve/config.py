@@ -54,9 +54,7 @@ class EngineConfig:
                 raise ConfigError(key, getattr(self, key), reason)
 
         need(bool(self.checkpoint), "checkpoint", "a checkpoint directory is required")
-        need(
-            self.ranks in (1, 2, 4, 8), "ranks", "must be 1, 2, 4 or 8 (a power of two, one node)"
-        )
+        need(self.ranks in (1, 2, 4, 8), "ranks", "must be 1, 2, 4 or 8 (a power of two, one node)")
         need(self.device in ("cpu", "cuda"), "device", "must be 'cpu' or 'cuda'")
         need(self.dtype in ("bf16", "fp32", "fp64"), "dtype", "must be 'bf16', 'fp32' or 'fp64'")
         need(self.expert_layout in ("ep", "sliced"), "expert_layout", "must be 'ep' or 'sliced'")
@@ -104,9 +102,7 @@ class EngineConfig:
         if wanted > model_limit:
             raise ConfigError("max_model_len", wanted, f"the model's limit is {model_limit}")
         if wanted > pool:
-            raise ConfigError(
-                "max_model_len", wanted, f"{self.num_pages} pages hold {pool} tokens"
-            )
+            raise ConfigError("max_model_len", wanted, f"{self.num_pages} pages hold {pool} tokens")
         return dataclasses.replace(self, max_model_len=wanted)
 
 
@@ -123,7 +119,7 @@ def engine_config_from_env(**overrides: Any) -> EngineConfig:
     """
     given = {key: value for key, value in overrides.items() if value is not None}
     devices = cuda_devices()
-    device = given.pop("device", None) or env.DEVICE.get() or ("cuda" if devices else "cpu")
+    device: Any = given.pop("device", None) or env.DEVICE.get() or ("cuda" if devices else "cpu")
     on_cuda = device == "cuda"
     default_ranks = 1 << (min(devices, 8).bit_length() - 1) if on_cuda and devices else 8
     max_rows = given.get("max_rows", env.MAX_ROWS.get())

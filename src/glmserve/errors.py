@@ -54,7 +54,7 @@ class CheckpointError(GlmServeError):
 
 
 class Unavailable(GlmServeError):
-    """The server refuses work now (queue full, shutting down); the same request may succeed later."""
+    """The server refuses work now (queue full, closing); the same request may succeed later."""
 
     code = "UNAVAILABLE"
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ class GenerationConfig:
     """`eos_token_ids` is empty when the file does not say; config.json's then hold."""
 
     eos_token_ids: tuple[int, ...] = ()
-    sampling: SamplingParams = SamplingParams()  # what a request leaves unset
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # what a request leaves unset
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Self:

@@ -91,7 +91,6 @@ class EngineInfo:
     vocab_size: int
     max_model_len: int  # prompt + output tokens
     eos_token_ids: tuple[int, ...]
-    pad_token_id: int
     ranks: int
     engine_pid: int
     rank_pids: tuple[int, ...]

@@ -71,7 +71,9 @@ def _flag(field: str, value: Any) -> bool:
 
 
 def _strings(field: str, value: Any) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else None
+    items = (
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else None
+    )
     if items is None or not all(isinstance(item, str) for item in items):
         raise InvalidInput(field, value, "must be a string or a list of strings")
     return items
@@ -106,9 +108,7 @@ class SamplingParams:
         need(0.0 <= self.temperature <= 100.0, "temperature", "must be in [0, 100]")
         need(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
         need(self.top_k >= 0, "top_k", "must be 0 (off), -1 (off) or positive")
-        need(
-            self.seed is None or 0 <= self.seed < SEED_BOUND, "seed", "must be in [0, 2^64)"
-        )
+        need(self.seed is None or 0 <= self.seed < SEED_BOUND, "seed", "must be in [0, 2^64)")
         need(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         need(all(self.stop), "stop", "strings must not be empty")
         need(

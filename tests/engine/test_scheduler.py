@@ -8,7 +8,6 @@ import random
 
 import numpy as np
 import pytest
-from tests.engine.fake_ranks import VOCAB, FakeRanks, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
 from glmserve.messages import Cancel, Chunk, Request
 from glmserve.sampling_params import SamplingParams
+from tests.engine.fake_ranks import VOCAB, FakeRanks, expected_output
 
 EOS = (3,)
 

@@ -7,8 +7,10 @@ connection at once, so that a slow consumer never stops the engine.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import socket
 import sys
 import threading
@@ -50,19 +52,19 @@ class EngineClient:
 
     info: EngineInfo
 
-    def __init__(self, child: Child, connection: Connection) -> None:
+    def __init__(self, child: Child, stream: socket.socket) -> None:
         self._child = child
-        self._connection = connection
+        self._stream = stream
+        self._connection = Connection(os.dup(stream.fileno()))
         self._send_lock = threading.Lock()
         self._arrived = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._failure: str | None = None
         self._closing = False
+        self._reader: threading.Thread | None = None
 
     @classmethod
-    def start(
-        cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None
-    ) -> Self:
+    def start(cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> Self:
         """Starts the engine and its ranks; returns once all have loaded.
 
         Raises EngineError with the reason when the engine or a rank cannot start.
@@ -78,13 +80,14 @@ class EngineClient:
             heartbeat=heartbeat,
         )
         theirs.close()
-        client = cls(child, Connection(ours.detach()))
+        client = cls(child, ours)
         try:
             client._wait_ready(on_progress or (lambda _line: None))
         except BaseException:
             client.close()
             raise
-        threading.Thread(target=client._read, name="engine-reader", daemon=True).start()
+        client._reader = threading.Thread(target=client._read, name="engine-reader", daemon=True)
+        client._reader.start()
         return client
 
     def submit(self, request: Request) -> None:
@@ -118,7 +121,15 @@ class EngineClient:
         with self._arrived:
             self._closing = True
             self._arrived.notify_all()
-        terminate([self._child], grace=timeout)
+        # End of file first: the engine then ends its ranks, reaps them and exits by itself.
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+        if self._reader is not None:  # it has loaded, so it listens
+            self._child.wait(timeout)
+        terminate([self._child], grace=0.5)
+        self._stream.close()
+        if self._reader is not None:
+            self._reader.join()
         self._connection.close()
 
     def _send(self, message: Request | Cancel) -> None:

@@ -8,7 +8,6 @@ record what every step computed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +45,7 @@ def add_subcommands(subparsers: Any) -> None:
 
     generate = subparsers.add_parser("generate", help="complete one prompt and print the text")
     _engine_options(generate)
+    generate.add_argument("--drafts", type=int, help="MTP draft tokens a step")
     generate.add_argument("--prompt", required=True, help="text, used as it is (no chat template)")
     generate.add_argument("--max-tokens", type=int, default=64)
     generate.add_argument("--temperature", type=float)
@@ -62,7 +62,6 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"])
     parser.add_argument("--chunk", type=int, help="prefill tokens a step")
-    parser.add_argument("--drafts", type=int, help="MTP draft tokens a step")
     parser.add_argument("--expert-layout", choices=["ep", "sliced"])
     parser.add_argument("--collectives", choices=["shm", "gloo", "nccl"])
     parser.add_argument("--latent-norm-eps", type=float)
@@ -70,9 +69,9 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_config(args: argparse.Namespace, **fixed: Any) -> EngineConfig:
-    names = ("checkpoint", "ranks", "device", "dtype", "chunk", "drafts", "expert_layout")
-    names += ("collectives", "latent_norm_eps", "page_seed")
-    given = {name: getattr(args, name) for name in names} | fixed
+    names = ["checkpoint", "ranks", "device", "dtype", "chunk", "drafts", "expert_layout"]
+    names += ["collectives", "latent_norm_eps", "page_seed"]
+    given = {name: getattr(args, name, None) for name in names} | fixed
     config = engine_config_from_env(**given)
     if args.ranks is None and not RANKS.is_set() and config.device == "cpu":
         config = engine_config_from_env(**given | {"ranks": 1})
@@ -95,22 +94,19 @@ def complete(client: EngineClient, prompt: IntArray, sampling: SamplingParams) -
                 return
 
 
-def _greedy(
-    config: EngineConfig, prompt: IntArray, new: int
-) -> tuple[list[int], list[Arrays]]:
-    """Greedy tokens of `prompt`, and the arrays that each step recorded."""
+def _greedy(client: EngineClient, prompt: IntArray, new: int) -> list[int]:
     sampling = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-    client = EngineClient.start(config, _progress)
-    try:
-        tokens = [t for chunk in complete(client, prompt, sampling) for t in chunk.token_ids]
-    finally:
-        client.close()
+    return [token for chunk in complete(client, prompt, sampling) for token in chunk.token_ids]
+
+
+def _recorded(config: EngineConfig) -> list[Arrays]:
+    """The arrays of each step since the last call."""
     steps = []
     for path in sorted(Path(config.capture_dir).glob("step-*.npz")):
         with np.load(path) as arrays:
             steps.append(dict(arrays))
         path.unlink()
-    return tokens, steps
+    return steps
 
 
 def run_logits(args: argparse.Namespace) -> int:
@@ -122,46 +118,63 @@ def run_logits(args: argparse.Namespace) -> int:
     if args.new < 1:
         raise InvalidInput("--new", args.new, "must be at least 1")
     with tempfile.TemporaryDirectory(prefix="glmserve-logits-") as directory:
-        length = len(prompt) + args.new + 2 * DRAFTS + 1
         config = _engine_config(
             args,
             capture_dir=directory,
+            drafts=DRAFTS if args.mtp else 0,
             max_rows=1,
-            num_pages=-(-length // PAGE_SIZE) + 2,
+            num_pages=-(-(len(prompt) + args.new + 2 * DRAFTS + 1) // PAGE_SIZE) + 2,
             max_model_len=len(prompt) + args.new,
         )
-        tokens, steps = _greedy(config, prompt, args.new)
-        out = _prefill_arrays(steps, len(prompt), args.taps)
-        out["greedy_tokens"] = np.asarray(tokens)
-        if args.mtp:
-            context = np.concatenate([prompt, np.asarray(tokens[:-1], dtype=np.int32)])
-            for share in (False, True):
-                drafting = dataclasses.replace(
-                    config, drafts=DRAFTS, share_draft_index=share
-                )
-                _, steps = _greedy(drafting, context, 1)
-                out[f"mtp_draft_tokens_share{share:d}"] = steps[-1]["drafts"][0]
-                out[f"mtp_draft_logits_share{share:d}"] = steps[-1]["draft_logits"][0].astype(
-                    np.float32
-                )
+        client = EngineClient.start(config, _progress)
+        try:
+            tokens = _greedy(client, prompt, args.new)
+            out = _prefill_arrays(_recorded(config), len(prompt), args.taps)
+            out["greedy_tokens"] = np.asarray(tokens)
+            if args.mtp:
+                # Drafts from the end: the last generated token is drawn again, then drafted on.
+                context = np.concatenate([prompt, np.asarray(tokens[:-1], dtype=np.int32)])
+                _greedy(client, context, 1)
+                last = _recorded(config)[-1]
+                out |= {key: last[key][0] for key in last if key.startswith("mtp_draft_")}
+        finally:
+            client.close()
     np.savez_compressed(args.out, **out)
     print(f"{args.out}: logits {list(out['logits'].shape)}, greedy {tokens}")
     return 0
 
 
 def _prefill_arrays(steps: list[Arrays], length: int, taps: bool) -> Arrays:
-    """Joins the prompt's rows of all steps, in position order; names as in the golden."""
-    names = ["logits"]
+    """Joins the prompt's rows of all steps, in position order; names and forms as in the golden."""
+    positions = np.concatenate([step["positions"] for step in steps])
+    keep = np.flatnonzero(positions < length)
+    order = keep[np.argsort(positions[keep], kind="stable")]
+
+    def join(name: str, axis: int) -> npt.NDArray[Any]:
+        return np.concatenate([step[name] for step in steps], axis).take(order, axis)
+
+    joined = {"logits": join("logits", 0).astype(np.float32)}
     if taps:
-        names += sorted(set(steps[0]) - {"rows", "sampled", "drafts", "draft_logits", "logits"})
-    joined: Arrays = {}
-    rows = np.concatenate([step["positions"] for step in steps])
-    keep = np.flatnonzero(rows < length)
-    order = keep[np.argsort(rows[keep], kind="stable")]
-    for name in names:
-        joined[name] = np.concatenate([step[name] for step in steps])[order]
-    joined["logits"] = joined["logits"].astype(np.float32)
+        joined["final_hidden"] = join("final_hidden", 0)
+        joined["hidden_layers"] = join("hidden_layers", 1)
+        joined["topk_mask"] = np.concatenate(
+            [_mask(step["selected"], length) for step in steps], 1
+        ).take(order, 1)
+        if "router_experts" in steps[0]:
+            ids = join("router_experts", 1)
+            ascending = ids.argsort(-1)
+            joined["moe_layers"] = steps[0]["moe_layers"]
+            joined["router_experts"] = np.take_along_axis(ids, ascending, -1)
+            joined["router_weights"] = np.take_along_axis(join("router_weights", 1), ascending, -1)
     return joined
+
+
+def _mask(selected: npt.NDArray[Any], length: int) -> npt.NDArray[np.bool_]:
+    """Selected positions [L, R, k], -1 unused, as a mask [L, R, length]."""
+    mask = np.zeros((*selected.shape[:2], length + 1), dtype=bool)
+    columns = np.where((selected >= 0) & (selected < length), selected, length)
+    np.put_along_axis(mask, columns.astype(np.int64), True, axis=-1)
+    return mask[..., :length]
 
 
 def run_generate(args: argparse.Namespace) -> int:

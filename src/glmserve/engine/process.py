@@ -59,10 +59,11 @@ class EngineProcess:
         self.connection = connection
         # A rank that dies while the engine is idle must end the wait for requests.
         self.wake_read, self.wake_write = os.pipe()
-        self.ranks = RankLauncher(
-            self.config, on_failure=lambda _reason: os.write(self.wake_write, b"x")
-        )
+        self.ranks = RankLauncher(self.config, on_failure=self._wake)
         self.scheduler: Scheduler | None = None
+
+    def _wake(self, _reason: str) -> None:
+        os.write(self.wake_write, b"x")
 
     def load(self) -> EngineInfo:
         """Waits until every rank is ready, passing their progress lines on."""
@@ -76,7 +77,6 @@ class EngineProcess:
             vocab_size=self.model.vocab_size,
             max_model_len=self.config.max_model_len,
             eos_token_ids=eos,
-            pad_token_id=self.model.pad_token_id,
             ranks=self.config.ranks,
             engine_pid=os.getpid(),
             rank_pids=self.ranks.pids,

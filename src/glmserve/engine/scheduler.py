@@ -102,7 +102,9 @@ class Scheduler:
         # What was preempted for want of pages must not come back in the same step.
         prefill = self._plan_prefill(grants, admit, starved=self.preemptions > preemptions)
         if not decode and not prefill:
-            assert self._busy or not (self.running or self.waiting), "no step can be planned: the pool is too small"
+            assert self._busy or not (self.running or self.waiting), (
+                "no step can be planned: the pool is too small"
+            )
             return None
         step, self._next_step = self._next_step, self._next_step + 1
         for sequence in decode:
@@ -219,9 +221,7 @@ class Scheduler:
                 self._finish(sequence, "stop")
             elif out.exhausted:
                 self._finish(sequence, "length")
-            chunks.append(
-                sequence.chunk(out.token_ids, out.token_ids[-1] if out.stopped else None)
-            )
+            chunks.append(sequence.chunk(out.token_ids, out.token_ids[-1] if out.stopped else None))
         for sequence in [s for s in self._leaving if s.last_step <= self._done_step]:
             self._leaving.remove(sequence)
             self._release(sequence)

@@ -14,50 +14,43 @@ import torch
 from torch import Tensor
 
 from glmserve.model.batch import StepBatch
-from glmserve.model.decoder import Decoder
 from glmserve.model.taps import Taps
 from glmserve.parallel.group import Group
-from glmserve.runtime.row_state import RowState
 
 
 class Capture:
+    """Collects one step at a time: `begin`, then `drafts` for each way of drafting, then `end`."""
+
     def __init__(self, directory: str, group: Group) -> None:
         self.directory = Path(directory)
         self.group = group
         self.step = 0
         self.taps = Taps()
-        self.draft_logits: list[Tensor] = []
+        self.drafted: dict[str, Tensor] = {}
 
     def begin(self) -> Taps:
-        self.taps, self.draft_logits = Taps(), []
+        self.taps, self.drafted = Taps(), {}
         return self.taps
 
-    def draft(self, _decoder: Decoder, shard: Tensor) -> None:
-        """Keeps the logits of one draft pass, [N, V/N] on this rank."""
-        self.draft_logits.append(self._gather(shard))
+    def drafts(self, share: bool, tokens: Tensor, logits: list[Tensor]) -> None:
+        """Keeps draft tokens [N, k] and k logits shards [N, V/N], under the golden's names."""
+        self.drafted[f"mtp_draft_tokens_share{share:d}"] = tokens
+        self.drafted[f"mtp_draft_logits_share{share:d}"] = torch.stack(
+            [self._gather(shard) for shard in logits], dim=1
+        )
 
-    def end(
-        self,
-        batch: StepBatch,
-        hidden: Tensor,
-        decoder: Decoder,
-        sampled: Tensor,
-        state: RowState,
-    ) -> None:
-        """Gathers and writes the step."""
-        logits = self._gather(decoder.logits(hidden))
+    def end(self, batch: StepBatch, hidden: Tensor, logits: Tensor) -> None:
+        """Gathers the logits shard [R, V/N] of every row and writes the step."""
+        logits = self._gather(logits)
         if self.group.rank == 0:
             arrays = {
                 "rows": batch.row_seq,
                 "positions": batch.positions,
                 "logits": logits,
                 "final_hidden": hidden,
-                "sampled": sampled,
-                "drafts": state.drafts[sampled],
+                **self.drafted,
+                **self.taps.tensors(),
             }
-            if self.draft_logits:
-                arrays["draft_logits"] = torch.stack(self.draft_logits, dim=1)  # [N, k, V]
-            arrays |= self.taps.tensors()
             np.savez(
                 self.directory / f"step-{self.step:06d}.npz",
                 **{key: _to_numpy(value) for key, value in arrays.items()},

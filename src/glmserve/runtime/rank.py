@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from glmserve.checkpoint.reader import load_weights, share_bytes
+from glmserve.checkpoint.layout import share_bytes
+from glmserve.checkpoint.reader import load_weights
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.ring import BroadcastRing
@@ -43,6 +44,7 @@ def build(
         if results is not None:
             results.send(encode(Progress(line)))
 
+    with_mtp = config.drafts > 0
     weights = load_weights(
         Path(config.checkpoint),
         model,
@@ -52,13 +54,12 @@ def build(
         dtype,
         device,
         on_progress=progress,
+        mtp=with_mtp,
     )
-    share = share_bytes(model, group.rank, group.size, config.expert_layout, dtype)
+    share = share_bytes(model, group.rank, group.size, config.expert_layout, dtype, mtp=with_mtp)
     print(f"{weights.parameter_bytes:,} parameter bytes, {share:,} by the shapes", flush=True)
     decoder = Decoder(model, weights, group, latent_norm_eps=config.latent_norm_eps)
-    mtp = None
-    if config.drafts:
-        mtp = Mtp(model, weights, group, latent_norm_eps=config.latent_norm_eps)
+    mtp = Mtp(model, weights, group, latent_norm_eps=config.latent_norm_eps) if with_mtp else None
     caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device)
     sampler = Sampler(
         group,

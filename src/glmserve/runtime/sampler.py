@@ -31,7 +31,9 @@ class SamplingRows:
 class Sampler:
     """Sampling over the vocabulary shard [rank * V/N, (rank + 1) * V/N)."""
 
-    def __init__(self, group: Group, shard_width: int, valid_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, group: Group, shard_width: int, valid_tokens: int, device: torch.device
+    ) -> None:
         first = group.rank * shard_width
         self.group = group
         self.ids = torch.arange(first, first + shard_width, device=device)

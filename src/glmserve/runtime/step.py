@@ -20,6 +20,7 @@ from glmserve.model.batch import StepBatch
 from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
+from glmserve.model.step import Selection
 from glmserve.runtime.capture import Capture
 from glmserve.runtime.row_state import RowState
 from glmserve.runtime.sampler import Sampler
@@ -35,6 +36,15 @@ class _Layout:
     decoding: int  # how many of `sampled` decode
     first: Tensor  # [N] packed index of each sampled sequence's first drawing row
     width: Tensor  # [N] drawing rows: drafts + 1, or 1 for a prefill
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What drafting goes on from: each sampled sequence's last confirmed row in the MTP layer."""
+
+    batch: StepBatch  # [N] rows
+    out: Tensor  # [N, D]
+    selection: Selection
 
 
 class StepRunner:
@@ -75,7 +85,7 @@ class StepRunner:
         if self.mtp is not None:
             self._draft(layout, hidden, draws, count)
         if self.capture:
-            self.capture.end(layout.batch, hidden, self.decoder, layout.sampled, self.state)
+            self.capture.end(layout.batch, hidden, self.decoder.logits(hidden))
         timings = {
             "forward": forward - start,
             "sample": drawn - forward,
@@ -90,12 +100,14 @@ class StepRunner:
         planned = torch.tensor(plan.decode, dtype=torch.int64, device=device)
         decoding = planned[state.active[planned]]
         steps = torch.arange(self.config.drafts + 1, device=device)
-        tokens = [torch.cat([state.last_token[decoding, None], state.drafts[decoding]], 1).flatten()]
+        tokens = [
+            torch.cat([state.last_token[decoding, None], state.drafts[decoding]], 1).flatten()
+        ]
         positions = [(state.length[decoding, None] - 1 + steps).flatten()]
         rows = [decoding.repeat_interleave(len(steps))]
         next_tokens = [torch.full_like(tokens[0], -1)]
-        sampled, first, width = [decoding], [torch.arange(len(decoding), device=device)], []
-        first = [first[0] * len(steps)]
+        sampled = [decoding]
+        first = [torch.arange(len(decoding), device=device) * len(steps)]
         width = [torch.full_like(decoding, len(steps))]
         packed = len(tokens[0])
         for chunk in plan.prefill:
@@ -132,7 +144,9 @@ class StepRunner:
 
     # -- drawing --------------------------------------------------------------------------
 
-    def _draw(self, layout: _Layout, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[RowOutput, ...]]:
+    def _draw(
+        self, layout: _Layout, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[RowOutput, ...]]:
         """Draws, verifies and advances; returns draws [N, k + 1], counts [N] and the outputs."""
         state, batch = self.state, layout.batch
         k = self.config.drafts
@@ -186,20 +200,26 @@ class StepRunner:
         if len(layout.sampled) == 0:
             return
         last = kept.to(torch.int64).cumsum(0)[layout.first + count - 1] - 1
-        out, selection = out[last], selection.select(last)
-        batch = batch.select(last)
-        share = self.config.share_draft_index
-        drafts = [self.sampler.greedy(self._draft_logits(out))]
+        draft = _Draft(batch.select(last), out[last], selection.select(last))
+        shared = self.config.share_draft_index
+        if self.capture:  # the other way as well; it leaves nothing that a later step reads
+            tokens, logits = self._draft_passes(draft, not shared)
+            self.capture.drafts(not shared, tokens, logits)
+        tokens, logits = self._draft_passes(draft, shared)
+        if self.capture:
+            self.capture.drafts(shared, tokens, logits)
+        self.state.drafts[layout.sampled] = tokens
+
+    def _draft_passes(self, draft: _Draft, share: bool) -> tuple[Tensor, list[Tensor]]:
+        """Draft tokens [N, k] from the first pass's last rows, and each pass's logits shard."""
+        assert self.mtp is not None
+        batch, out = draft.batch, draft.out
+        logits = [self.decoder.logits(out)]
+        tokens = [self.sampler.greedy(logits[0])]
         for _ in range(1, self.config.drafts):
             batch = batch.advance()
-            out, _ = self.mtp.forward(
-                batch, drafts[-1], out, self.caches, selection if share else None, not share
-            )
-            drafts.append(self.sampler.greedy(self._draft_logits(out)))
-        self.state.drafts[layout.sampled] = torch.stack(drafts, dim=1)
-
-    def _draft_logits(self, out: Tensor) -> Tensor:
-        logits = self.decoder.logits(out)
-        if self.capture:
-            self.capture.draft(self.decoder, logits)
-        return logits
+            selection = draft.selection if share else None
+            out, _ = self.mtp.forward(batch, tokens[-1], out, self.caches, selection, not share)
+            logits.append(self.decoder.logits(out))
+            tokens.append(self.sampler.greedy(logits[-1]))
+        return torch.stack(tokens, dim=1), logits

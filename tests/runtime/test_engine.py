@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real engine with real ranks on CPU: equalities of DESIGN §4 in fp64, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from glmserve.checkpoint.synthetic import make_checkpoint
+from glmserve.config import EngineConfig
+from glmserve.engine.client import EngineClient
+from glmserve.errors import ConfigError, EngineError, InvalidInput
+from glmserve.messages import Chunk, Request
+from glmserve.sampling_params import SamplingParams
+
+LENGTHS = (5, 33, 70, 130)  # below and above the preset's index_topk, across page ends
+NEW = 24
+
+Engine = Callable[..., EngineClient]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(directory, "tiny", 3)
+    return directory
+
+
+@pytest.fixture
+def start(checkpoint: Path) -> Iterator[Engine]:
+    """Starts engines; closes them at the end and checks that none of their processes is left."""
+    clients: list[EngineClient] = []
+
+    def factory(**settings: object) -> EngineClient:
+        values = {"checkpoint": str(checkpoint), "num_pages": 64, "max_rows": 8} | settings
+        clients.append(EngineClient.start(EngineConfig(**values)))  # type: ignore[arg-type]
+        return clients[-1]
+
+    yield factory
+    for client in clients:
+        client.close()
+        for pid in (client.info.engine_pid, *client.info.rank_pids):
+            assert not Path(f"/proc/{pid}").exists()
+
+
+def requests() -> list[Request]:
+    """Greedy and seeded requests of several lengths."""
+    generator = np.random.default_rng(0)
+    made = []
+    for i, length in enumerate(LENGTHS * 2):
+        greedy = i < len(LENGTHS)
+        sampling = SamplingParams(
+            max_tokens=NEW,
+            temperature=0.0 if greedy else 0.8,
+            top_p=1.0 if greedy else 0.9,
+            top_k=0 if greedy else 40,
+            seed=None if greedy else 100 + i,
+            ignore_eos=True,
+        )
+        prompt = generator.integers(0, 900, length).astype(np.int32)
+        made.append(Request(f"r{i}", prompt, sampling))
+    return made
+
+
+def collect(client: EngineClient, uids: list[str], timeout: float = 120.0) -> dict[str, list[Chunk]]:
+    """Receives until every uid has its last chunk."""
+    chunks: dict[str, list[Chunk]] = {uid: [] for uid in uids}
+    deadline = time.monotonic() + timeout
+    while not all(got and got[-1].finish_reason for got in chunks.values()):
+        assert time.monotonic() < deadline, "no end within the time"
+        for chunk in client.receive(5.0):
+            chunks[chunk.uid].append(chunk)
+    return chunks
+
+
+def tokens_of(client: EngineClient, batch: bool) -> dict[str, list[int]]:
+    """Tokens of `requests()`, all at once or one after the other."""
+    made = requests()
+    groups = [made] if batch else [[request] for request in made]
+    tokens: dict[str, list[int]] = {}
+    for group in groups:
+        for request in group:
+            client.submit(request)
+        for uid, chunks in collect(client, [r.uid for r in group]).items():
+            assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+            tokens[uid] = [token for chunk in chunks for token in chunk.token_ids]
+            assert chunks[-1].finish_reason == "length"
+            assert chunks[-1].num_output_tokens == len(tokens[uid]) == NEW
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> dict[str, list[int]]:
+    """One rank, one request at a time, the prompt in one chunk, no drafts."""
+    client = EngineClient.start(EngineConfig(str(checkpoint), num_pages=64, max_rows=8))
+    try:
+        return tokens_of(client, batch=False)
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"chunk": 7, "page_seed": 5}, id="chunk-7-permuted-pages"),
+        pytest.param({"num_pages": 8}, id="preempted"),
+        pytest.param({"drafts": 1}, id="drafts-1"),
+        pytest.param({"drafts": 3, "chunk": 16}, id="drafts-3-chunk-16"),
+        pytest.param({"drafts": 5, "share_draft_index": False}, id="drafts-5-own-index"),
+        pytest.param({"steps_in_flight": 1, "drafts": 2}, id="one-step-in-flight"),
+        pytest.param({"ranks": 2, "expert_layout": "sliced"}, id="2-ranks-sliced"),
+        pytest.param({"ranks": 8, "chunk": 50}, id="8-ranks"),
+        pytest.param({"ranks": 8, "expert_layout": "sliced", "drafts": 2}, id="8-ranks-sliced"),
+        pytest.param({"ranks": 2, "collectives": "gloo"}, id="gloo"),
+    ],
+)
+def test_tokens_do_not_depend_on_how_they_are_computed(
+    start: Engine, alone: dict[str, list[int]], settings: dict[str, object]
+) -> None:
+    assert tokens_of(start(**settings), batch=True) == alone
+
+
+def test_every_rank_holds_its_share_of_the_parameters(start: Engine) -> None:
+    for layout in ("ep", "sliced"):
+        info = start(ranks=4, expert_layout=layout).info
+        assert len(info.parameter_bytes) == 4
+        for loaded, share in zip(info.parameter_bytes, info.share_bytes, strict=True):
+            assert abs(loaded - share) <= 0.01 * share
+
+
+def test_a_rank_that_dies_ends_running_requests_with_an_error(start: Engine) -> None:
+    client = start(ranks=4, num_pages=128)
+    prompt = np.arange(40, dtype=np.int32)
+    client.submit(Request("a", prompt, SamplingParams(max_tokens=3000, ignore_eos=True)))
+    while not client.receive(10.0):
+        pass
+    os.kill(client.info.rank_pids[-1], signal.SIGKILL)
+    killed = time.monotonic()
+    last = collect(client, ["a"], 20.0)["a"][-1]
+    assert time.monotonic() - killed < 5.0
+    assert (last.finish_reason, last.error_code) == ("error", "INTERNAL")
+    assert "rank 3 died (signal 9)" in last.error
+    with pytest.raises(EngineError, match="rank 3 died"):
+        client.receive(10.0)
+    with pytest.raises(EngineError, match="rank 3 died"):
+        client.submit(Request("b", prompt, SamplingParams(max_tokens=1)))
+
+
+def test_a_rank_that_dies_while_idle_is_noticed(start: Engine) -> None:
+    client = start(ranks=2)
+    os.kill(client.info.rank_pids[0], signal.SIGKILL)
+    with pytest.raises(EngineError, match="rank 0 died"):
+        client.receive(10.0)
+
+
+def test_cancel_ends_one_request_and_leaves_the_others(
+    start: Engine, alone: dict[str, list[int]]
+) -> None:
+    client = start(num_pages=128)
+    long = Request("long", np.arange(9, dtype=np.int32), SamplingParams(max_tokens=4000, seed=1))
+    client.submit(long)
+    made = requests()
+    for request in made:
+        client.submit(request)
+    client.cancel("long")
+    chunks = collect(client, ["long", *(r.uid for r in made)])
+    assert chunks["long"][-1].finish_reason == "abort"
+    for request in made:
+        got = [token for chunk in chunks[request.uid] for token in chunk.token_ids]
+        assert got == alone[request.uid]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field"),
+    [
+        ([], {}, "input_ids"),
+        ([5, -1], {}, "input_ids"),
+        ([5, 1024], {}, "input_ids"),
+        ([5] * 5000, {}, "prompt"),
+        ([5], {"max_tokens": 4096}, "max_tokens"),
+        ([5], {"stop_token_ids": (99999,)}, "stop_token_ids"),
+    ],
+)
+def test_bad_requests_are_refused_before_they_reach_the_engine(
+    shared: EngineClient, prompt: list[int], sampling: dict[str, object], field: str
+) -> None:
+    request = Request("x", np.asarray(prompt, dtype=np.int32), SamplingParams(**sampling))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput) as error:
+        shared.submit(request)
+    assert error.value.field == field
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path) -> Iterator[EngineClient]:
+    client = EngineClient.start(EngineConfig(str(checkpoint), num_pages=128))
+    yield client
+    client.close()
+
+
+def test_settings_that_do_not_fit_the_checkpoint_are_named(checkpoint: Path) -> None:
+    for settings, key in (
+        ({"max_model_len": 1 << 30}, "max_model_len"),
+        ({"max_model_len": 4000, "num_pages": 4}, "max_model_len"),
+    ):
+        with pytest.raises(EngineError, match=key):
+            EngineClient.start(EngineConfig(str(checkpoint), **settings))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ranks"):
+        EngineConfig(str(checkpoint), ranks=3)
