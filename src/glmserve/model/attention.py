@@ -59,8 +59,7 @@ class Attention:
             projected,
             w.q_norm,
             w.kv_norm,
-            step.cos,
-            step.sin,
+            step.rope,
             step.own_slots,
             cache.latent,
             cache.index_k if index_keys else None,
@@ -74,6 +73,6 @@ class Attention:
             head_weights = projected[:, self.latent_width + c.index_head_dim :]
             selection = self.indexer.select(q_latent, head_weights, cache.index_k, step)
         query = linear(q_latent, w.q_b).view(len(x), -1, c.qk_head_dim)
-        query = absorb_query(query, self.w_uk, step.cos, step.sin)
+        query = absorb_query(query, self.w_uk, step.rope)
         latent = sparse_mla(query, cache.latent, selection.slots, c.kv_lora_rank, self.scale)
         return linear(value_up(latent, self.w_uv), w.o_proj), selection

@@ -29,7 +29,7 @@ class Indexer:
         that it sees and keeps the best index_topk."""
         c, batch = self.config, step.batch
         query = linear(q_latent, self.weights.wq_b).view(-1, c.index_n_heads, c.index_head_dim)
-        query, scaled = index_query(query, head_weights, step.cos, step.sin)
+        query, scaled = index_query(query, head_weights, step.rope)
         logits = index_logits(
             query,
             scaled,

@@ -36,8 +36,7 @@ class Selection:
 @dataclass(frozen=True)
 class Step:
     batch: StepBatch
-    cos: Tensor  # [R, rope / 2] acc
-    sin: Tensor  # [R, rope / 2] acc
+    rope: Tensor  # [R, rope / 2, 2] acc, (cos, sin) of the RoPE positions
     last: Tensor  # [R] int64, cache coordinate of the row itself: the last that it sees
     first: int  # the first cache coordinate in use
     own_slots: Tensor  # [R] int64, where the row's entry is written
@@ -45,9 +44,9 @@ class Step:
     @classmethod
     def of(cls, batch: StepBatch, config: ModelConfig, dtype: torch.dtype, shift: int) -> Step:
         """`shift` is 0 for the target, 1 for the MTP layer."""
-        cos, sin = rope_table(batch.positions, config.qk_rope_head_dim, config.rope_theta, dtype)
+        rope = rope_table(batch.positions, config.qk_rope_head_dim, config.rope_theta, dtype)
         last = batch.positions + shift
-        return cls(batch, cos, sin, last, shift, batch.slots(last[:, None])[:, 0])
+        return cls(batch, rope, last, shift, batch.slots(last[:, None])[:, 0])
 
     @property
     def max_context(self) -> int:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..slot_lookup.reference import slot_lookup
-
 _MAX_SCORES = 1 << 24  # per-head scores alive at once (64 MB in fp32)
 
 
@@ -23,7 +21,8 @@ def index_logits(
     page_size: int,
     max_context: int,
 ) -> torch.Tensor:
-    rows, heads, _ = query.shape
+    rows, heads, dim = query.shape
+    paged = index_cache.view(-1, page_size, dim)
     logits = head_weights.new_full((rows, max_context), -torch.inf)
     for run in _runs_of_equal_length(row_seq):  # [n, q] row numbers: n sequences of q rows
         context = int(last[run].max()) + 1
@@ -31,9 +30,9 @@ def index_logits(
         step_n = max(1, _MAX_SCORES // (run.shape[1] * heads * context))
         step_q = max(1, _MAX_SCORES // (heads * context))
         for sequences in torch.split(run, step_n):
-            lines = row_seq[sequences[:, 0]]
-            slots = slot_lookup(positions.expand(len(lines), -1), page_table, lines, page_size)
-            keys = index_cache[slots].to(head_weights.dtype).transpose(1, 2)  # [n, Di, context]
+            pages = page_table[row_seq[sequences[:, 0]], : -(-context // page_size)]
+            keys = paged.index_select(0, pages.flatten()).view(len(pages), -1, dim)[:, :context]
+            keys = keys.to(head_weights.dtype).transpose(1, 2)  # [n, Di, context]
             for part in torch.split(sequences, step_q, dim=1):
                 scores = _scores(query[part], head_weights[part], keys)
                 hidden = (positions > last[part][..., None]) | (positions < first)

@@ -21,8 +21,7 @@ def latent_inputs(
     projected: torch.Tensor,
     q_norm: torch.Tensor,
     kv_norm: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    rope: torch.Tensor,
     slots: torch.Tensor,
     latent_cache: torch.Tensor,
     index_cache: torch.Tensor | None,
@@ -33,24 +32,23 @@ def latent_inputs(
 
     projected     [R, >= q_lora + kv_lora + rope (+ index_dim)]
     q_norm        [q_lora], kv_norm [kv_lora]: RMSNorm weights, both with `eps`
-    cos, sin      [R, rope / 2] acc
+    rope          [R, rope / 2, 2] acc, (cos, sin) of the rows' positions
     slots         [R] int64, distinct but for padding rows, which share the scratch page
     latent_cache  [slots, kv_lora + rope]: normed latent, then the roped (not normed) shared key
     index_cache   [slots, index_dim] or None when this pass writes no index keys;
                   its first `rope` dimensions are roped
     """
     rows, width = projected.shape
-    q_dim, rope = q_norm.shape[0], 2 * cos.shape[1]
-    used = q_dim + kv_norm.shape[0] + rope
-    assert latent_cache.shape[1] == kv_norm.shape[0] + rope, latent_cache.shape
+    rope_dim = 2 * rope.shape[1]
+    used = q_norm.shape[0] + kv_norm.shape[0] + rope_dim
+    assert latent_cache.shape[1] == kv_norm.shape[0] + rope_dim, latent_cache.shape
     assert slots.shape == (rows,)
-    assert cos.shape == sin.shape
-    assert cos.shape[0] == rows
+    assert rope.shape[0] == rows
     assert (index_cache is None) == (index_norm is None)
     if index_cache is not None:
         used += index_cache.shape[1]
-        assert index_cache.shape[1] >= rope, index_cache.shape
+        assert index_cache.shape[1] >= rope_dim, index_cache.shape
     assert width >= used, (width, used)
     return reference.latent_inputs(
-        projected, q_norm, kv_norm, cos, sin, slots, latent_cache, index_cache, index_norm, eps
+        projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps
     )

@@ -24,24 +24,23 @@ def latent_inputs(
     projected: torch.Tensor,
     q_norm: torch.Tensor,
     kv_norm: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    rope: torch.Tensor,
     slots: torch.Tensor,
     latent_cache: torch.Tensor,
     index_cache: torch.Tensor | None,
     index_norm: IndexKeyNorm | None,
     eps: float,
 ) -> torch.Tensor:
-    q_dim, kv_dim, rope = q_norm.shape[0], kv_norm.shape[0], 2 * cos.shape[1]
+    q_dim, kv_dim, rope_dim = q_norm.shape[0], kv_norm.shape[0], 2 * rope.shape[1]
     q_latent, kv_latent, k_rope, rest = torch.split(
-        projected, [q_dim, kv_dim, rope, projected.shape[1] - q_dim - kv_dim - rope], dim=-1
+        projected, [q_dim, kv_dim, rope_dim, projected.shape[1] - q_dim - kv_dim - rope_dim], dim=-1
     )
     dtype = projected.dtype
-    row = torch.cat((rms_norm(kv_latent, kv_norm, eps), rotate(k_rope, cos, sin).to(dtype)), -1)
+    row = torch.cat((rms_norm(kv_latent, kv_norm, eps), rotate(k_rope, rope).to(dtype)), -1)
     latent_cache.index_copy_(0, slots, row)
     if index_cache is not None and index_norm is not None:
         key = layer_norm(rest[:, : index_cache.shape[1]], index_norm)
-        key = torch.cat((rotate(key[:, :rope], cos, sin), key[:, rope:]), -1)
+        key = torch.cat((rotate(key[:, :rope_dim], rope), key[:, rope_dim:]), -1)
         index_cache.index_copy_(0, slots, key.to(dtype))
     return rms_norm(q_latent, q_norm, eps)
 

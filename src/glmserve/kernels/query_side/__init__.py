@@ -10,9 +10,7 @@ import torch
 from . import reference
 
 
-def absorb_query(
-    query: torch.Tensor, w_uk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
+def absorb_query(query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """[R, H, nope + rope] -> [R, H, kv_lora + rope]: the nope part times W_UK, the rest roped.
 
     w_uk [H, nope, kv_lora] is the key half of kv_b_proj, so that q_nope . k_nope = absorbed . c.
@@ -20,19 +18,17 @@ def absorb_query(
     rows, heads, width = query.shape
     nope = w_uk.shape[1]
     assert w_uk.shape[0] == heads, (query.shape, w_uk.shape)
-    assert width == nope + 2 * cos.shape[1], (query.shape, w_uk.shape)
-    assert cos.shape == sin.shape
-    assert cos.shape[0] == rows
-    return reference.absorb_query(query, w_uk, cos, sin)
+    assert width == nope + 2 * rope.shape[1], (query.shape, w_uk.shape)
+    assert rope.shape[0] == rows
+    return reference.absorb_query(query, w_uk, rope)
 
 
 def index_query(
-    query: torch.Tensor, head_weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index queries [R, Hi, Di] with their first `rope` dimensions roped, same dtype; and the head
     weights [R, Hi] in acc with both constants (Di^-0.5 and Hi^-0.5) folded in."""
     assert head_weights.shape == query.shape[:2], (query.shape, head_weights.shape)
-    assert cos.shape == sin.shape
-    assert cos.shape[0] == query.shape[0]
-    assert query.shape[2] >= 2 * cos.shape[1], (query.shape, cos.shape)
-    return reference.index_query(query, head_weights, cos, sin)
+    assert rope.shape[0] == query.shape[0]
+    assert query.shape[2] >= 2 * rope.shape[1], (query.shape, rope.shape)
+    return reference.index_query(query, head_weights, rope)

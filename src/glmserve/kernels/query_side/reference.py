@@ -9,18 +9,18 @@ from ..precision import acc_dtype
 from ..rope.reference import rotate
 
 
-def absorb_query(
-    query: torch.Tensor, w_uk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
+def absorb_query(query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     nope = w_uk.shape[1]
     latent = torch.bmm(query[..., :nope].transpose(0, 1), w_uk).transpose(0, 1)
-    return torch.cat((latent, rotate(query[..., nope:], cos, sin).to(query.dtype)), -1)
+    return torch.cat((latent, rotate(query[..., nope:], rope).to(query.dtype)), -1)
 
 
 def index_query(
-    query: torch.Tensor, head_weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads, dim = query.shape[1:]
-    rope = 2 * cos.shape[1]
-    roped = torch.cat((rotate(query[..., :rope], cos, sin).to(query.dtype), query[..., rope:]), -1)
+    rope_dim = 2 * rope.shape[1]
+    roped = torch.cat(
+        (rotate(query[..., :rope_dim], rope).to(query.dtype), query[..., rope_dim:]), -1
+    )
     return roped, head_weights.to(acc_dtype(query.dtype)) * (dim * heads) ** -0.5

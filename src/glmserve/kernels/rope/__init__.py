@@ -10,8 +10,8 @@ from . import reference
 
 def rope_table(
     positions: torch.Tensor, rope_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [R, rope_dim / 2] in acc(dtype), of integer `positions` [R]."""
+) -> torch.Tensor:
+    """[R, rope_dim / 2, 2] = (cos, sin) in acc(dtype) of integer `positions` [R]."""
     assert positions.dim() == 1, positions.shape
     assert not positions.is_floating_point(), positions.shape
     assert rope_dim % 2 == 0, rope_dim

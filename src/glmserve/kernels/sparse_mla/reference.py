@@ -30,7 +30,8 @@ def _attend(
 ) -> torch.Tensor:
     acc = acc_dtype(query.dtype)
     unused = (slots < 0)[:, None, :]
-    keys = cache[slots.clamp_min(0)].to(acc)  # [R, k, kv_lora + rope]
+    keys = cache.index_select(0, slots.clamp_min(0).flatten())  # faster than cache[slots]
+    keys = keys.view(*slots.shape, -1).to(acc)  # [R, k, kv_lora + rope]
     scores = torch.bmm(query.to(acc), keys.transpose(1, 2)) * scale  # [R, H, k]
     weights = scores.masked_fill_(unused, -torch.inf).softmax(-1).masked_fill_(unused, 0.0)
     return torch.bmm(weights, keys[..., :kv_lora_rank]).to(query.dtype)
