@@ -20,7 +20,8 @@ from glmserve import env
 from glmserve.errors import GlmServeError
 from glmserve.generation_config import GenerationConfig
 from glmserve.server import pb_tensors, relay, settings
-from glmserve.server.glm_stage import GlmStage, engine_starter
+from glmserve.server.engine_source import engine_starter
+from glmserve.server.glm_stage import GlmStage
 from glmserve.server.stage_messages import TokensResponse
 from glmserve.server.stop_watch import StopWatches
 from glmserve.server.tensors import MODELS

@@ -12,8 +12,6 @@ them. Not its job: tensors (`model.py`), text (postprocess), scheduling (the eng
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import queue
 import signal
@@ -27,9 +25,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from glmserve.config import EngineConfig
-from glmserve.engine.client import EngineClient
 from glmserve.errors import EngineError, GlmServeError, InvalidInput, Unavailable
-from glmserve.messages import Chunk, Request
+from glmserve.messages import Chunk
+from glmserve.server.engine_source import StartEngine
 from glmserve.server.relay import RelayServer, write_failure
 from glmserve.server.stage_messages import TokensRequest, TokensResponse
 
@@ -52,38 +50,8 @@ class Responder(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
-class EngineSource(Protocol):
-    """What the stage needs of an engine: `engine.client.EngineClient`, or a scripted one."""
-
-    @property
-    def info(self) -> Any: ...
-    def submit(self, request: Request) -> None: ...
-    def cancel(self, uid: str) -> None: ...
-    def cancel_all(self) -> None: ...
-    def receive(self, timeout: float | None = None) -> list[Chunk]: ...
-    def close(self, timeout: float = 8.0) -> None: ...
-
-
-StartEngine = Callable[[EngineConfig, Callable[[str], None] | None], EngineSource]
-
 # Told new ids of one answer, says whether a stop string has been met.
 StopWatch = Callable[[Sequence[int]], bool]
-
-
-def engine_starter(spec: str) -> StartEngine:
-    """`EngineClient.start`, or what GLMSERVE_ENGINE names: `package.module:Class`, `file.py:Class`."""
-    if not spec:
-        return EngineClient.start
-    where, _, name = spec.rpartition(":")
-    if where.endswith(".py"):
-        found = importlib.util.spec_from_file_location(Path(where).stem, where)
-        assert found is not None and found.loader is not None, where
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    start: StartEngine = getattr(module, name).start
-    return start
 
 
 @dataclass
@@ -175,10 +143,6 @@ class GlmStage:
         self._receiver = threading.Thread(target=self._receive_loop, name="receiver", daemon=True)
         self._sender.start()
         self._receiver.start()
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._engine.info.vocab_size)
 
     def submit(self, source: TokensRequest, responder: Responder) -> None:
         """Queues a request; every answer, also a refusal, comes from the sender thread."""
