@@ -103,11 +103,6 @@ class WaitWord:
         """Adds `count` steps (-512..512) and wakes every sleeper."""
         self._change(_encode(_OP_ADD, count * STEP, 1), self._address, _ALL)
 
-    def add_and_wake_if(self, count: int, old: int) -> None:
-        """Adds `count` steps and wakes the sleepers only if the value was `old` (below 2048)."""
-        # WAKE_OP always wakes a sleeper of its first word: that is the unused word behind ours.
-        self._change(_encode(_OP_ADD, count * STEP, old), self._address + 4, _ALL)
-
     def abort(self) -> None:
         """Makes every wait on this word, now and later, raise Aborted."""
         self._change(_encode(_OP_OR, _ABORT, 0), self._address, _ALL)

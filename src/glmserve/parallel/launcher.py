@@ -19,6 +19,7 @@ from glmserve.errors import ConfigError, EngineError
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.process import Child, Heartbeat, interpreter, spawn, terminate
 from glmserve.ipc.ring import BroadcastRing
+from glmserve.parallel.native import compile_library
 from glmserve.parallel.rank_spec import RankSpec
 from glmserve.parallel.segment import GroupSegment
 
@@ -57,10 +58,12 @@ class RankLauncher:
         environments = [self._environment(config, rank, extra_env) for rank in range(size)]
         self._plans = BroadcastRing.create(size, plan_bytes, "plans")
         self._results = BroadcastRing.create(1, result_bytes, "results", reader=0)
-        self._segment = GroupSegment.create(size) if config.collectives == "shm" else None
+        shared = config.collectives == "shm"
+        self._segment = GroupSegment.create(size) if shared else None
+        self._library_fd = compile_library() if shared else -1
         # A socket that already listens: no port can be taken between choosing and using it, and
         # nothing listens on an outside address.
-        self._listener = None if self._segment else socket.create_server(("127.0.0.1", 0))
+        self._listener = None if shared else socket.create_server(("127.0.0.1", 0))
         try:
             for rank in range(size):
                 self._start(rank, config, program, environments[rank], collective_timeout)
@@ -123,6 +126,7 @@ class RankLauncher:
         self._results.close()
         if self._segment is not None:
             self._segment.close()
+            os.close(self._library_fd)
         if self._listener is not None:
             self._listener.close()
 
@@ -151,15 +155,16 @@ class RankLauncher:
             plan_fd=self._plans.fd,
             result_fd=self._results.fd if first else -1,
             group_fd=group_fd,
+            library_fd=self._library_fd,
             store_port=port,
             timeout_s=collective_timeout,
         )
-        fds = [fd for fd in (spec.plan_fd, spec.result_fd, group_fd) if fd >= 0]
+        fds = (spec.plan_fd, spec.result_fd, spec.group_fd, spec.library_fd)
         child = spawn(
             [interpreter(), *program, spec.to_json()],
             name=f"rank {rank}",
             env=environment,
-            pass_fds=fds,
+            pass_fds=[fd for fd in fds if fd >= 0],
             heartbeat=heartbeat,
             on_exit=self._rank_exited,
         )

@@ -12,7 +12,6 @@ from glmserve.errors import EngineError
 
 _ACCUMULATORS = {
     torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
     torch.float32: torch.float32,
     torch.float64: torch.float64,
     torch.int32: torch.int32,

@@ -29,6 +29,7 @@ class RankSpec:
     plan_fd: int  # ring: engine -> all ranks
     result_fd: int  # ring: rank 0 -> engine; -1 on the other ranks
     group_fd: int  # shm: the segment; gloo/nccl: rank 0's listening socket, -1 on the others
+    library_fd: int  # shm: the compiled collectives; -1 otherwise
     store_port: int  # gloo/nccl: port of that socket on 127.0.0.1; 0 for shm
     timeout_s: float  # longest wait for a peer in one collective
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared memory of a CPU group: a barrier and two buffers of one slot a rank. No torch.
+"""The shared memory of a CPU group: two counters, and two buffers of one slot a rank. No torch.
 
 One rule covers every collective: a rank writes its slot of the current buffer, passes the barrier,
 and may then read all slots of that buffer. The next exchange uses the other buffer, and a buffer
 comes up again only behind the following barrier, which everybody reaches after its last read.
-Not its job: tensors (see `shm_group`).
+Not its job: the exchanges themselves (`shm_group.c`, called by `shm_group`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from __future__ import annotations
 import mmap
 from typing import Self
 
-from glmserve.ipc.futex import STEP, WaitWord, deadline_after
+from glmserve.ipc.futex import STRIDE, WaitWord
 from glmserve.ipc.shm import SharedMemory
 
-_DATA = mmap.PAGESIZE  # slots start here; before them: size, slot bytes, two counters
+_DATA = mmap.PAGESIZE  # slots start here; before them: size and slot bytes, then the counters
 
 
 class GroupSegment:
-    """One process's view of the segment; belongs to one thread, except for abort()."""
+    """One process's view of the segment."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self.size, self.slot_bytes = memory.words[0], memory.words[1]
-        self._counters = (WaitWord(memory, 1), WaitWord(memory, 2))
-        self._phase = 0  # barriers passed, modulo 4
 
     @classmethod
     def create(cls, size: int, slot_bytes: int = 256 << 10) -> Self:
@@ -46,41 +44,21 @@ class GroupSegment:
         return self._memory.fd
 
     @property
-    def turn(self) -> int:
-        """Index of the buffer to write before, and to read after, the next barrier."""
-        return self._phase & 1
+    def counters(self) -> tuple[int, int]:
+        """Addresses of the barrier's wait words, used in turns."""
+        return self._memory.address + STRIDE, self._memory.address + 2 * STRIDE
 
-    def buffer(self, turn: int) -> memoryview:
-        """Returns buffer `turn`: `size` slots of `slot_bytes`, in rank order."""
-        length = self.size * self.slot_bytes
-        start = _DATA + turn * length
-        return self._memory.buffer[start : start + length]
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """Returns once every rank has called it; raises TimeoutError or Aborted.
-
-        The two counters take turns, each counting up to `size` and the next time back down to 0,
-        so none is ever reset. The last rank to arrive wakes the others: one call a rank.
-        """
-        word = self._counters[self._phase & 1]
-        if self._phase < 2:
-            target = self.size * STEP
-            word.add_and_wake_if(1, target - STEP)
-        else:
-            target = 0
-            word.add_and_wake_if(-1, STEP)
-        self._phase = (self._phase + 1) & 3
-        value = word.load()
-        if value != target:
-            deadline = deadline_after(timeout)
-            while value != target:
-                value = word.wait_change(value, deadline)
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Addresses of the two buffers."""
+        first = self._memory.address + _DATA
+        return first, first + self.size * self.slot_bytes
 
     def abort(self) -> None:
-        """Makes every barrier of every rank, now and later, raise Aborted."""
-        for word in self._counters:
-            word.abort()
+        """Makes every wait of every rank, now and later, raise Aborted."""
+        for index in (1, 2):
+            WaitWord(self._memory, index).abort()
 
     def close(self) -> None:
-        """Unmaps this process's view."""
+        """Unmaps this process's view; no collective may be running in it."""
         self._memory.close()

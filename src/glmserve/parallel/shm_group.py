@@ -4,104 +4,131 @@
 Small sums are one-shot: everybody reads all slots and adds them (one barrier). Larger ones are
 two-shot: each rank adds its share of the elements, then reads the others' sums (two barriers, a
 third of the traffic at 8 ranks). Both add in rank order, element by element, so the threshold
-changes no bit. Tensors larger than a slot go through in chunks.
+changes no bit. Tensors larger than a slot go through in chunks. The work is in `shm_group.c`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from glmserve.parallel.ordered_sum import accumulator_dtype, sum_in_rank_order
+from glmserve.errors import EngineError
+from glmserve.ipc.errors import Aborted
+from glmserve.parallel.ordered_sum import accumulator_dtype
 from glmserve.parallel.segment import GroupSegment
 
-_ONE_SHOT_BYTES = 32 << 10  # measured crossover: bench/collectives.py
+_ONE_SHOT_BYTES = 32 << 10  # crossover of bench/collectives.py at 8 ranks
+# With a core a rank a short look at the counter (about 20 us) saves a sleep and a wake-up; with
+# fewer cores the looking takes the time of the very rank that is waited for.
+_SPINS = 400
+_DTYPES = {  # dtype_t of shm_group.c
+    torch.bfloat16: 0,
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+}
+_TIMED_OUT, _ABORTED = 1, 2
+
+
+class _Group(ctypes.Structure):
+    """group_t of shm_group.c."""
+
+    _fields_ = (
+        ("counters", ctypes.c_void_p * 2),
+        ("buffers", ctypes.c_void_p * 2),
+        ("slot_bytes", ctypes.c_int64),
+        ("one_shot_bytes", ctypes.c_int64),
+        ("timeout_ns", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("spins", ctypes.c_int32),
+        ("phase", ctypes.c_uint32),
+    )
 
 
 class SharedMemoryGroup:
     """One rank's end; `timeout` seconds bound each wait for the peers (TimeoutError)."""
 
-    def __init__(self, segment: GroupSegment, rank: int, timeout: float | None = None) -> None:
+    def __init__(
+        self, segment: GroupSegment, rank: int, library_fd: int, timeout: float | None = None
+    ) -> None:
+        """`library_fd`: the descriptor that `native.compile_library` made."""
         assert 0 <= rank < segment.size, (rank, segment.size)
         self.rank = rank
         self.size = segment.size
         self._segment = segment
-        self._timeout = timeout
-        buffers = [torch.frombuffer(segment.buffer(turn), dtype=torch.uint8) for turn in (0, 1)]
-        self._bytes = [b.view(self.size, segment.slot_bytes) for b in buffers]
-        self._slots: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        cores = len(os.sched_getaffinity(0))
+        self._state = _Group(
+            counters=segment.counters,
+            buffers=segment.buffers,
+            slot_bytes=segment.slot_bytes,
+            one_shot_bytes=_ONE_SHOT_BYTES,
+            timeout_ns=-1 if timeout is None else int(timeout * 1e9),
+            rank=rank,
+            size=segment.size,
+            spins=_SPINS if segment.size <= cores else 0,
+            phase=0,
+        )
+        self._pointer = ctypes.byref(self._state)
+        library = ctypes.CDLL(f"/proc/self/fd/{library_fd}")
+        pointer, data, number = ctypes.POINTER(_Group), ctypes.c_void_p, ctypes.c_int64
+        self._all_reduce = _bind(
+            library.group_all_reduce, pointer, ctypes.c_int, data, data, number
+        )
+        self._all_gather = _bind(library.group_all_gather, pointer, data, data, number)
+        self._broadcast = _bind(library.group_broadcast, pointer, data, number, ctypes.c_int)
+        self._barrier = _bind(library.group_barrier, pointer)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum in rank order. [...] bf16, fp16, fp32, fp64, int32 or int64 on CPU."""
+        """Returns the sum in rank order. [...] bf16, fp32, fp64, int32 or int64 on CPU."""
         accumulator_dtype(x.dtype)  # refuses other types before anything is exchanged
-        flat = x.detach().contiguous().view(-1)
-        total = torch.empty_like(flat)
-        for start, end in self._chunks(flat.numel(), flat.element_size()):
-            source, target = flat[start:end], total[start:end]
-            if (end - start) * flat.element_size() <= _ONE_SHOT_BYTES:
-                slots = self._exchange(source)
-                target.copy_(sum_in_rank_order([slot[: end - start] for slot in slots]))
-            else:
-                self._two_shot(source, target)
-        return total.view(x.shape)
+        x = x.contiguous()
+        total = torch.empty_like(x)
+        self._check(
+            self._all_reduce(
+                self._pointer, _DTYPES[x.dtype], x.data_ptr(), total.data_ptr(), x.numel()
+            )
+        )
+        return total
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Returns [size, *x.shape], any dtype."""
-        flat = x.detach().contiguous().view(-1)
-        gathered = torch.empty((self.size, flat.numel()), dtype=x.dtype)
-        for start, end in self._chunks(flat.numel(), flat.element_size()):
-            slots = self._exchange(flat[start:end])
-            for row, slot in zip(gathered, slots, strict=True):
-                row[start:end] = slot[: end - start]
-        return gathered.view(self.size, *x.shape)
+        x = x.contiguous()
+        rows = x.new_empty((self.size, *x.shape))
+        self._check(self._all_gather(self._pointer, x.data_ptr(), rows.data_ptr(), x.nbytes))
+        return rows
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Returns rank `src`'s tensor, any dtype."""
-        flat = x.detach().contiguous().view(-1)
-        received = flat if self.rank == src else torch.empty_like(flat)
-        for start, end in self._chunks(flat.numel(), flat.element_size()):
-            slots = self._exchange(flat[start:end] if self.rank == src else flat[:0])
-            if self.rank != src:
-                received[start:end] = slots[src][: end - start]
-        return received.view(x.shape)
+        assert 0 <= src < self.size, (src, self.size)
+        data = x.contiguous() if self.rank == src else torch.empty_like(x.contiguous())
+        self._check(self._broadcast(self._pointer, data.data_ptr(), data.nbytes, src))
+        return data
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
-        self._segment.barrier(self._timeout)
+        self._check(self._barrier(self._pointer))
 
     def close(self) -> None:
-        """Unmaps the segment; tensors that were returned are not part of it."""
-        self._slots.clear()
-        self._bytes.clear()
+        """Unmaps the segment; no method may be called afterwards."""
         self._segment.close()
 
-    def _chunks(self, count: int, element_size: int) -> list[tuple[int, int]]:
-        step = self._segment.slot_bytes // element_size
-        return [(start, min(start + step, count)) for start in range(0, count, step)]
+    def _check(self, status: int) -> None:
+        if status == 0:
+            return
+        if status == _ABORTED:
+            raise Aborted("a peer ended the exchange")
+        if status == _TIMED_OUT:
+            raise TimeoutError(f"rank {self.rank}: the other ranks did not arrive in time")
+        raise EngineError(f"rank {self.rank}: waiting for the other ranks failed")
 
-    def _exchange(self, mine: Tensor) -> list[Tensor]:
-        """Publishes `mine` (1-D, fits a slot) and returns the slots of all ranks.
 
-        The slots may be read until this rank's next exchange but one... see GroupSegment.
-        """
-        turn = self._segment.turn
-        slots = self._slots_of(mine.dtype)[turn]
-        slots[self.rank][: mine.numel()] = mine
-        self._segment.barrier(self._timeout)
-        return slots
-
-    def _two_shot(self, source: Tensor, target: Tensor) -> None:
-        count = source.numel()
-        bounds = [count * rank // self.size for rank in range(self.size + 1)]
-        low, high = bounds[self.rank], bounds[self.rank + 1]
-        slots = self._exchange(source)
-        share = sum_in_rank_order([slot[low:high] for slot in slots])
-        for rank, slot in enumerate(self._exchange(share)):
-            target[bounds[rank] : bounds[rank + 1]] = slot[: bounds[rank + 1] - bounds[rank]]
-
-    def _slots_of(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns, for both buffers, the ranks' slots as 1-D tensors of `dtype`."""
-        if dtype not in self._slots:
-            first, second = (list(buffer.view(dtype).unbind(0)) for buffer in self._bytes)
-            self._slots[dtype] = (first, second)
-        return self._slots[dtype]
+def _bind(function: Any, *arguments: Any) -> Any:
+    function.argtypes = arguments
+    function.restype = ctypes.c_int
+    return function

@@ -55,7 +55,7 @@ class TorchGroup:
         return cls(rank, size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum in rank order. [...] bf16, fp16, fp32, fp64, int32 or int64."""
+        """Returns the sum in rank order. [...] bf16, fp32, fp64, int32 or int64."""
         accumulator_dtype(x.dtype)  # refuses other types before anything is exchanged
         flat = x.detach().contiguous().view(-1)
         count = flat.numel()
