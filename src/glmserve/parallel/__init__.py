@@ -24,7 +24,7 @@ def make_group(spec: RankSpec) -> Group:
         from glmserve.parallel.shm_group import SharedMemoryGroup
 
         segment = GroupSegment.attach(spec.group_fd)
-        group: Group = SharedMemoryGroup(segment, spec.rank, spec.library_fd, spec.timeout_s)
+        group: Group = SharedMemoryGroup(segment, spec.rank, spec.timeout_s, spec.library_fd)
     else:
         from glmserve.parallel.torch_group import TorchGroup
 

@@ -19,7 +19,7 @@ from glmserve.errors import ConfigError, EngineError
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.process import Child, Heartbeat, interpreter, spawn, terminate
 from glmserve.ipc.ring import BroadcastRing
-from glmserve.parallel.native import compile_library
+from glmserve.parallel.native import library_fd
 from glmserve.parallel.rank_spec import RankSpec
 from glmserve.parallel.segment import GroupSegment
 
@@ -60,7 +60,7 @@ class RankLauncher:
         self._results = BroadcastRing.create(1, result_bytes, "results", reader=0)
         shared = config.collectives == "shm"
         self._segment = GroupSegment.create(size) if shared else None
-        self._library_fd = compile_library() if shared else -1
+        self._library_fd = library_fd() if shared else -1
         # A socket that already listens: no port can be taken between choosing and using it, and
         # nothing listens on an outside address.
         self._listener = None if shared else socket.create_server(("127.0.0.1", 0))
@@ -126,7 +126,6 @@ class RankLauncher:
         self._results.close()
         if self._segment is not None:
             self._segment.close()
-            os.close(self._library_fd)
         if self._listener is not None:
             self._listener.close()
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles `shm_group.c` and hands the library out as a memfd. No torch.
 
-The launcher compiles once for all its ranks (0.2 s), which load it from the inherited descriptor:
+A process compiles once (0.2 s); the launcher's ranks load the library from the inherited descriptor:
 no cache directory that can be stale, unwritable or mounted noexec, and no file to leave behind.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -21,8 +22,9 @@ _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 
 
-def compile_library() -> int:
-    """Returns a new memfd with the shared library; the caller closes it. Raises EngineError."""
+@functools.cache
+def library_fd() -> int:
+    """Returns the memfd with the shared library, open as long as this process; EngineError."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise EngineError(

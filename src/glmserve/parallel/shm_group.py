@@ -18,6 +18,7 @@ from torch import Tensor
 
 from glmserve.errors import EngineError
 from glmserve.ipc.errors import Aborted
+from glmserve.parallel.native import library_fd
 from glmserve.parallel.ordered_sum import accumulator_dtype
 from glmserve.parallel.segment import GroupSegment
 
@@ -55,9 +56,13 @@ class SharedMemoryGroup:
     """One rank's end; `timeout` seconds bound each wait for the peers (TimeoutError)."""
 
     def __init__(
-        self, segment: GroupSegment, rank: int, library_fd: int, timeout: float | None = None
+        self,
+        segment: GroupSegment,
+        rank: int,
+        timeout: float | None = None,
+        library: int | None = None,
     ) -> None:
-        """`library_fd`: the descriptor that `native.compile_library` made."""
+        """`library`: an inherited descriptor of `native.library_fd`; None makes our own."""
         assert 0 <= rank < segment.size, (rank, segment.size)
         self.rank = rank
         self.size = segment.size
@@ -75,14 +80,12 @@ class SharedMemoryGroup:
             phase=0,
         )
         self._pointer = ctypes.byref(self._state)
-        library = ctypes.CDLL(f"/proc/self/fd/{library_fd}")
+        code = ctypes.CDLL(f"/proc/self/fd/{library_fd() if library is None else library}")
         pointer, data, number = ctypes.POINTER(_Group), ctypes.c_void_p, ctypes.c_int64
-        self._all_reduce = _bind(
-            library.group_all_reduce, pointer, ctypes.c_int, data, data, number
-        )
-        self._all_gather = _bind(library.group_all_gather, pointer, data, data, number)
-        self._broadcast = _bind(library.group_broadcast, pointer, data, number, ctypes.c_int)
-        self._barrier = _bind(library.group_barrier, pointer)
+        self._all_reduce = _bind(code.group_all_reduce, pointer, ctypes.c_int, data, data, number)
+        self._all_gather = _bind(code.group_all_gather, pointer, data, data, number)
+        self._broadcast = _bind(code.group_broadcast, pointer, data, number, ctypes.c_int)
+        self._barrier = _bind(code.group_barrier, pointer)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum in rank order. [...] bf16, fp32, fp64, int32 or int64 on CPU."""
