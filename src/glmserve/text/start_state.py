@@ -30,8 +30,8 @@ class StartState:
 
 
 def start_of_text(text: str) -> StartState:
-    """State after a rendered prompt (or just its tail)."""
-    role, last, end = None, None, 0
+    """State after the end of a rendered prompt; a tail without a role is an assistant's."""
+    role, last, end = markers.ASSISTANT, None, 0
     for match in _TAIL_PATTERN.finditer(text):
         if match.group() in markers.ROLES:
             role, last = match.group(), None

@@ -39,11 +39,19 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
         """`variables`: names that every rendering sees (special tokens); requests may override."""
         self.source = source
-        self._variables = dict(variables or {})
+        self.variables = dict(variables or {})
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
+
+    @staticmethod
+    def exists(checkpoint_dir: str | Path) -> bool:
+        """Whether a checkpoint brings a template of its own."""
+        directory = Path(checkpoint_dir)
+        if (directory / "chat_template.jinja").exists():
+            return True
+        return isinstance(_tokenizer_config(directory).get("chat_template"), str)
 
     @classmethod
     def from_checkpoint(
@@ -51,9 +59,7 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """The template file named, else chat_template.jinja, else tokenizer_config.json's."""
         directory = Path(checkpoint_dir)
-        config: dict[str, Any] = {}
-        if (directory / "tokenizer_config.json").exists():
-            config = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
+        config = _tokenizer_config(directory)
         path = Path(template_file) if template_file else directory / "chat_template.jinja"
         if path.exists():
             source = path.read_text("utf-8")
@@ -84,7 +90,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 **{
-                    **self._variables,
+                    **self.variables,
                     **(variables or {}),
                     "messages": messages,
                     "tools": tools,
@@ -119,6 +125,11 @@ def _cut(text: str) -> str:
     if position < 0:
         raise TemplateFailure("the chat template does not print the message to be continued")
     return text[:position]
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
