@@ -126,9 +126,7 @@ class Assembly:
     def arguments(self, fragment: str) -> None:
         """Append to the JSON text of the last announced call's arguments."""
         if not self._calls:
-            self._calls.append(
-                {"index": self.calls_delivered - 1, "function": {"arguments": ""}}
-            )
+            self._calls.append({"index": self.calls_delivered - 1, "function": {"arguments": ""}})
         self._arguments.append(fragment)
 
     def finish(self) -> None:

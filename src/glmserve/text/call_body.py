@@ -14,7 +14,8 @@ from enum import IntEnum
 from json.encoder import encode_basestring
 
 from glmserve.text import markers
-from glmserve.text.tool_schema import Parameters, ValueType
+from glmserve.text.argument_value import ValueType
+from glmserve.text.tool_schema import Parameters
 
 # White space, or a line break that the model wrote as a backslash and an n. A backslash at the
 # end may still become one.

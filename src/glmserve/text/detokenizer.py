@@ -15,7 +15,7 @@ from glmserve.text.tokenizer import Entry
 
 
 class TokenWithoutText(GlmServeError):
-    """The engine delivered an id that has no entry in the vocabulary (a padding row of the head)."""
+    """The engine delivered an id without an entry in the vocabulary: a padding row of the head."""
 
     def __init__(self, token: int) -> None:
         super().__init__(f"token id {token} has no text")

@@ -42,7 +42,15 @@ class OutputDelta(NamedTuple):
 class OutputProcessor:
     """State of one answer; its memory is the text that waits, not the text that went out."""
 
-    __slots__ = ("_detokenizer", "_markers", "_options", "_parser", "_sink", "_tokens", "finish_reason")
+    __slots__ = (
+        "_detokenizer",
+        "_markers",
+        "_options",
+        "_parser",
+        "_sink",
+        "_tokens",
+        "finish_reason",
+    )
 
     def __init__(
         self,

@@ -44,9 +44,7 @@ def start_of_text(text: str) -> StartState:
 def start_of_ids(tokenizer: Tokenizer, ids: Ids) -> StartState:
     """State after a prompt's ids; needs no text, so text that spells a marker does not count."""
     names = {
-        token: name
-        for name in _TAIL_MARKERS
-        if (token := tokenizer.marker_id(name)) is not None
+        token: name for name in _TAIL_MARKERS if (token := tokenizer.marker_id(name)) is not None
     }
     (found,) = np.isin(ids, np.fromiter(names, np.int32)).nonzero()
     literals: Iterable[str] = (names[int(ids[place])] for place in found)

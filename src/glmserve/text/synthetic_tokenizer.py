@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizer files for synthetic checkpoints: GLM's pre-tokenizer and added tokens, a small vocabulary.
+"""Tokenizer files for synthetic checkpoints: GLM's pre-tokenizer, a small vocabulary.
 
 Writes tokenizer.json, tokenizer_config.json and chat_template.jinja so that the checkpoint loads
 here and in transformers. The base vocabulary is the 256 bytes and merges learnt from a short
@@ -60,10 +60,13 @@ def write_tokenizer(directory: str | Path, vocab_size: int, seed: int = 0) -> To
     (directory / "tokenizer_config.json").write_text(
         json.dumps(_tokenizer_config(), indent=2) + "\n", encoding="utf-8"
     )
-    (directory / "chat_template.jinja").write_text(template_source(), encoding="utf-8", newline="\n")
+    (directory / "chat_template.jinja").write_text(
+        template_source(), encoding="utf-8", newline="\n"
+    )
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     return TokenizerInfo(
-        eos_token_ids=tuple(tokenizer.token_to_id(name) for name in markers.EOS),
-        pad_token_id=tokenizer.token_to_id(markers.PAD),
+        eos_token_ids=tuple(ids[name] for name in markers.EOS),
+        pad_token_id=ids[markers.PAD],
         vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
     )
 

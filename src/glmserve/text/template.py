@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2 import nodes
@@ -116,7 +116,9 @@ def _mark_end(messages: Sequence[Message]) -> list[Message]:
             "the last message must be an assistant message without tool calls",
         )
     content = last.get("content") or ""
-    marked = [*content, {"type": "text", "text": _CUT}] if isinstance(content, list) else content + _CUT
+    marked = (
+        [*content, {"type": "text", "text": _CUT}] if isinstance(content, list) else content + _CUT
+    )
     return [*messages[:-1], {**last, "content": marked}]
 
 
@@ -157,9 +159,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; when serving it prints its body."""
+    """`{% generation %}` marks the assistant's text for training; here it prints its body."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)

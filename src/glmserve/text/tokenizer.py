@@ -158,7 +158,7 @@ def byte_alphabet() -> dict[int, str]:
     256 on, in order.
     """
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    alphabet: dict[int, str] = {}
-    for byte in range(256):
-        alphabet[byte] = chr(byte) if byte in own else chr(256 + sum(b not in own for b in range(byte)))
-    return alphabet
+    others = (byte for byte in range(256) if byte not in own)
+    return {byte: chr(byte) for byte in own} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }
