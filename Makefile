@@ -55,5 +55,5 @@ format: setup
 	$(BIN)/python scripts/readme_tables.py
 
 clean:
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist tests/.cache src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests model_repository -name __pycache__ -prune -exec rm -rf {} +

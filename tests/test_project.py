@@ -23,13 +23,9 @@ MAX_LINES = 400
 
 
 def project_files() -> list[Path]:
-    """Every file that is, or is about to be, in the repository."""
+    """Every file of the repository."""
     listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     paths = (ROOT / line for line in listing.stdout.splitlines())
     return [path for path in paths if path.is_file()]
