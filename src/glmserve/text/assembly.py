@@ -33,15 +33,8 @@ class StopHit(NamedTuple):
     position: int
 
 
-class Taken(NamedTuple):
-    """What has become ready since the last `take`."""
-
-    content: str
-    reasoning: str
-    tool_calls: tuple[dict[str, Any], ...]
-
-
-_NOTHING = Taken("", "", ())
+# Content, reasoning and tool call deltas that have become ready.
+Taken = tuple[str, str, tuple[dict[str, Any], ...]]
 
 
 def new_call_id() -> str:
@@ -138,15 +131,19 @@ class Assembly:
 
     def take(self) -> Taken:
         """Hand over what is ready."""
-        content, reasoning, calls = self._content, self._reasoning, self._calls
-        if not (content or reasoning or calls):
-            return _NOTHING
-        self._close_fragments()
-        taken = Taken("".join(content), "".join(reasoning), tuple(calls))
-        content.clear()
-        reasoning.clear()
-        calls.clear()
-        return taken
+        content = reasoning = ""
+        calls: tuple[dict[str, Any], ...] = ()
+        if self._reasoning:
+            reasoning = "".join(self._reasoning)
+            self._reasoning.clear()
+        if self._content:
+            content = "".join(self._content)
+            self._content.clear()
+        if self._calls:
+            self._close_fragments()
+            calls = tuple(self._calls)
+            self._calls.clear()
+        return content, reasoning, calls
 
     def _flush(self) -> None:
         if self._queue:

@@ -19,6 +19,8 @@ from glmserve.text.output_options import OutputOptions
 from glmserve.text.parser import OutputParser, State
 from glmserve.text.tokenizer import Ids
 
+_REASONING = State.REASONING  # a global is read faster than a member
+
 
 class OutputDelta(NamedTuple):
     """What one push made ready; fields that did not change are empty.
@@ -104,12 +106,12 @@ class OutputProcessor:
             stopped, self._tokens = True, sink.hit.position
             sink.finish()
             finish_reason = "stop"
-        taken = sink.take()
+        content, reasoning, calls = sink.take()
         if finish_reason is None:
             return OutputDelta(
-                taken.content,
-                taken.reasoning,
-                taken.tool_calls,
+                content,
+                reasoning,
+                calls,
                 None,
                 None,
                 False,
@@ -118,9 +120,9 @@ class OutputProcessor:
             )
         self.finish_reason = self._final_reason(finish_reason)
         return OutputDelta(
-            taken.content,
-            taken.reasoning,
-            taken.tool_calls,
+            content,
+            reasoning,
+            calls,
             self.finish_reason,
             sink.hit.string if sink.hit is not None else stop_token,
             stopped,
@@ -142,7 +144,7 @@ class OutputProcessor:
             if parser is None:
                 sink.piece(Channel.CONTENT, detokenize(token))
             else:
-                if parser.state is State.REASONING:
+                if parser.state is _REASONING:
                     parser.reasoning_tokens += 1
                 if literal is None:
                     parser.text(detokenize(token))

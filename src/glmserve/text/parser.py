@@ -35,6 +35,11 @@ class State(IntEnum):
     CALL = 3
 
 
+# Globals are read faster than members, once a token.
+_REASONING, _CONTENT = State.REASONING, State.CONTENT
+_TO_REASONING, _TO_CONTENT = Channel.REASONING, Channel.CONTENT
+
+
 class OutputParser:
     """State machine of one answer; writes into an Assembly."""
 
@@ -70,12 +75,14 @@ class OutputParser:
     def text(self, text: str) -> None:
         """Feed ordinary text."""
         state = self.state
-        if state is State.REASONING:
-            self._sink.piece(Channel.REASONING, text)
-        elif state is State.CONTENT:
-            self._content(text)
-        elif state is State.CALL:
-            assert self._body is not None
+        if state is _REASONING:
+            self._sink.piece(_TO_REASONING, text)
+        elif state is _CONTENT:
+            if self._leading:
+                self._leading_content(text)
+            else:
+                self._sink.piece(_TO_CONTENT, text)
+        elif self._body is not None:
             self._body.text(text)
         else:
             self._extend_opening(text)
@@ -109,15 +116,13 @@ class OutputParser:
             self._body = None
         self._opening.clear()
 
-    def _content(self, text: str) -> None:
-        if self._leading:
-            shown = text.lstrip()
-            self._sink.piece(Channel.MARKUP, text[: len(text) - len(shown)])
-            if not shown:
-                return
+    def _leading_content(self, text: str) -> None:
+        """White space before the turn's text, or right after a call, is not shown."""
+        shown = text.lstrip()
+        self._sink.piece(Channel.MARKUP, text[: len(text) - len(shown)])
+        if shown:
             self._leading = False
-            text = shown
-        self._sink.piece(Channel.CONTENT, text)
+            self._sink.piece(Channel.CONTENT, shown)
 
     def _begin_opening(self) -> None:
         if self.state is State.REASONING:
