@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles `shm_group.c` and hands the library out as a memfd. No torch.
 
-A process compiles once (0.2 s); the launcher's ranks load the library from the inherited descriptor:
-no cache directory that can be stale, unwritable or mounted noexec, and no file to leave behind.
+A process compiles once (0.2 s); the launcher's ranks load the library from the descriptor that they
+inherit: no cache directory that can be stale, unwritable or mounted noexec, no file left behind.
 """
 
 from __future__ import annotations
