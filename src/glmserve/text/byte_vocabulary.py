@@ -14,6 +14,11 @@ from typing import Protocol
 from glmserve.text import markers
 from glmserve.text.tokenizer import Entry
 
+_LITERALS = tuple(name.encode() for name, _ in markers.ADDED_TOKENS)
+_PATTERN = re.compile(b"|".join(map(re.escape, _LITERALS)))
+_PREFIXES = frozenset(name[:n] for name in _LITERALS for n in range(1, len(name)))
+_LONGEST = max(map(len, _LITERALS)) - 1
+
 
 class Vocabulary(Protocol):
     """What the output stage needs of a tokenizer."""
@@ -34,6 +39,7 @@ class ByteVocabulary:
         pieces += ["" if special else name for name, special in markers.ADDED_TOKENS]
         self.entries: tuple[Entry, ...] = tuple(pieces)
         self.ids = {name: 256 + n for n, (name, _) in enumerate(markers.ADDED_TOKENS)}
+        self.literals = {name.encode(): token for name, token in self.ids.items()}
         self.markers = {self.ids[name]: name for name in markers.OUTPUT_MARKERS}
 
 
@@ -41,10 +47,7 @@ class MarkerScanner:
     """Bytes in, ids of a ByteVocabulary out; holds an end that may become a marker."""
 
     def __init__(self, vocabulary: ByteVocabulary) -> None:
-        self._ids = {name.encode(): token for name, token in vocabulary.ids.items()}
-        self._pattern = re.compile(b"|".join(map(re.escape, self._ids)))
-        self._prefixes = frozenset(name[:n] for name in self._ids for n in range(1, len(name)))
-        self._longest = max(map(len, self._ids)) - 1
+        self._ids = vocabulary.literals
         self._held = b""
 
     def push(self, chunk: bytes) -> list[int]:
@@ -52,12 +55,12 @@ class MarkerScanner:
         data = self._held + chunk
         ids: list[int] = []
         start = 0
-        for match in self._pattern.finditer(data):
+        for match in _PATTERN.finditer(data):
             ids += data[start : match.start()]
             ids.append(self._ids[match.group()])
             start = match.end()
-        keep = min(self._longest, len(data) - start)
-        while keep and data[len(data) - keep :] not in self._prefixes:
+        keep = min(_LONGEST, len(data) - start)
+        while keep and data[len(data) - keep :] not in _PREFIXES:
             keep -= 1
         ids += data[start : len(data) - keep]
         self._held = data[len(data) - keep :]

@@ -106,7 +106,9 @@ def run_parse(args: argparse.Namespace) -> int:
         stop=StopOptions(tuple(args.stop), args.include_stop, args.stop_scope),
     )
     answer = ParsedAnswer()
-    for delta in parse_text(source, options, args.finish, args.chunk):
+    size = args.chunk or max(1, len(source))
+    chunks = (source[start : start + size] for start in range(0, len(source), size))
+    for delta in parse_text(chunks, options, args.finish):
         answer.add(delta)
         if args.stream:
             changed = {key: value for key, value in delta._asdict().items() if value}

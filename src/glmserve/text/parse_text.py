@@ -7,7 +7,7 @@ Behind `glmserve parse`. Markers are recognised by their spelling, also across c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from glmserve.text.byte_vocabulary import ByteVocabulary, MarkerScanner
@@ -16,15 +16,14 @@ from glmserve.text.output_options import OutputOptions
 
 
 def parse_text(
-    source: bytes, options: OutputOptions, finish_reason: str = "stop", chunk: int | None = None
+    chunks: Iterable[bytes], options: OutputOptions, finish_reason: str = "stop"
 ) -> Iterator[OutputDelta]:
-    """Deltas of `source`, fed `chunk` bytes at a time (None: at once); empty ones are left out."""
+    """Deltas of a text that comes in chunks, which may end anywhere; empty ones are left out."""
     vocabulary = ByteVocabulary()
     scanner = MarkerScanner(vocabulary)
     processor = OutputProcessor(vocabulary, options)
-    size = chunk or max(1, len(source))
-    for start in range(0, len(source), size):
-        delta = processor.push(scanner.push(source[start : start + size]))
+    for chunk in chunks:
+        delta = processor.push(scanner.push(chunk))
         if delta.finish_reason is not None or any(delta[:3]):
             yield delta
         if delta.finish_reason is not None:
