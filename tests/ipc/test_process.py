@@ -152,7 +152,7 @@ def test_a_program_that_does_not_exist_is_a_failed_start() -> None:
     assert "FileNotFoundError" in child.tail()
 
 
-@pytest.mark.parametrize(("parent", "code"), [(os.getpid(), 7), (1, 1)])
+@pytest.mark.parametrize(("parent", "code"), [(os.getpid(), 7), (1, 1)], ids=["ours", "another"])
 def test_a_parent_that_died_before_the_death_signal_was_set_is_noticed(
     parent: int, code: int
 ) -> None:
