@@ -50,6 +50,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # all tokens so far, those of this chunk included
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str = ""  # set when finish_reason is "error"
     error_code: str = ""  # status of the error: INVALID_ARG, UNAVAILABLE, INTERNAL
     stop_token: int | None = None  # the id that ended the request, if one did
@@ -133,6 +134,7 @@ class PrefillChunk:
     start: int
     length: int
     tokens: IntArray  # [length] or [length + 1] int32
+    resumed: bool = False  # the first chunk after a prefix hit of `start` tokens
 
     @property
     def final(self) -> bool:

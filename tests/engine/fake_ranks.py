@@ -43,6 +43,7 @@ class FakeRanks:
         self.random = random.Random(seed)
         self.results: deque[bytes] = deque()
         self.plans: list[StepPlan] = []
+        self.computed = 0  # prefill rows so far
         self.cache = [-1] * (config.num_pages * PAGE_SIZE)
         self.tables: dict[int, list[int]] = {}
         self.rows: dict[int, RowInit] = {}
@@ -77,6 +78,9 @@ class FakeRanks:
             outputs.append(self._generate(row, 1 + self.random.randint(0, self.config.drafts)))
         computed = 0
         for chunk in plan.prefill:
+            if chunk.resumed:
+                assert chunk.start > 0 and chunk.start % PAGE_SIZE == 0
+                self.length[chunk.row] = chunk.start
             assert chunk.start == self.length[chunk.row]
             for offset in range(chunk.length):
                 self._write(chunk.row, chunk.start + offset, int(chunk.tokens[offset]))
@@ -85,6 +89,7 @@ class FakeRanks:
             if chunk.final:
                 outputs.append(self._generate(chunk.row, 1))
         assert computed <= self.config.chunk
+        self.computed += computed
         return StepResult(plan.step, tuple(outputs), computed)
 
     def _slot(self, row: int, position: int) -> int:

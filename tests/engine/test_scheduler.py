@@ -144,6 +144,64 @@ def test_limits_leave_room_for_the_longest_request() -> None:
     assert harness.output("a") == expected_output(prompt_of(length, 3), 10, ())
 
 
+def test_a_second_run_of_a_prompt_computes_only_its_last_page() -> None:
+    harness = Harness(chunk=64)
+    prompt = prompt_of(300, 1)
+    for uid in ("cold", "hit"):
+        computed = harness.ranks.computed
+        harness.loop.take([make_request(uid, prompt, 20, ignore_eos=True)])
+        harness.run()
+        assert harness.output(uid) == expected_output(prompt, 20, ())
+        cached = 0 if uid == "cold" else 299 // 64 * 64
+        assert [c.num_cached_tokens for c in harness.chunks if c.uid == uid][-1] == cached
+        assert harness.ranks.computed - computed == 300 - cached
+
+
+@pytest.mark.parametrize("length", [64, 65, 128, 129])
+def test_a_fully_cached_prompt_still_computes_its_last_token(length: int) -> None:
+    harness = Harness(chunk=64)
+    for uid in ("cold", "hit"):
+        harness.loop.take([make_request(uid, prompt_of(length, 5), 3, ignore_eos=True)])
+        harness.run()
+        assert harness.output(uid) == expected_output(prompt_of(length, 5), 3, ())
+    assert harness.chunks[-1].num_cached_tokens == (length - 1) // 64 * 64
+
+
+def test_generated_tokens_are_cached_too() -> None:
+    harness = Harness(chunk=64)
+    prompt = prompt_of(60, 1)
+    output = expected_output(prompt, 80, ())
+    harness.loop.take([make_request("a", prompt, 80, ignore_eos=True)])
+    harness.run()
+    harness.loop.take([make_request("b", prompt + output + [9], 4, ignore_eos=True)])
+    harness.run()
+    assert harness.output("b") == expected_output(prompt + output + [9], 4, ())
+    assert harness.chunks[-1].num_cached_tokens == 128
+
+
+def test_running_requests_share_pages_and_the_oldest_unused_are_evicted() -> None:
+    harness = Harness(num_pages=12, max_rows=4, chunk=64)
+    shared = prompt_of(128, 1)
+    harness.loop.take([make_request("first", shared, 1, ignore_eos=True)])
+    harness.run()
+    both = {uid: shared + prompt_of(20, seed) for uid, seed in (("a", 7), ("b", 8))}
+    harness.loop.take([make_request(uid, p, 30, ignore_eos=True) for uid, p in both.items()])
+    harness.loop.step()
+    pages = [list(harness.ranks.tables[row])[:2] for row in (0, 1)]
+    assert pages[0] == pages[1]
+    harness.run()
+    for uid, prompt in both.items():
+        assert harness.output(uid) == expected_output(prompt, 30, ())
+    # 11 pages: three long strangers push the shared prefix out.
+    for seed in range(3):
+        harness.loop.take([make_request(f"s{seed}", prompt_of(400, 50 + seed), 1)])
+        harness.run()
+    harness.loop.take([make_request("again", [*shared, 5], 2, ignore_eos=True)])
+    harness.run()
+    assert harness.chunks[-1].num_cached_tokens == 0
+    assert harness.output("again") == expected_output([*shared, 5], 2, ())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
@@ -181,7 +239,9 @@ def test_any_mix_of_requests_equals_one_at_a_time(
         length = data.draw(st.integers(1, min(100, longest - 1)))
         max_tokens = data.draw(st.integers(1, min(80, longest - length)))
         ignore = data.draw(st.booleans())
-        prompt = prompt_of(length, seed * 100 + i)
+        # Half of the prompts start with the same tokens.
+        common = data.draw(st.integers(0, length)) if i % 2 else 0
+        prompt = prompt_of(common, seed) + prompt_of(length - common, seed * 100 + i)
         wanted[str(i)] = expected_output(prompt, max_tokens, () if ignore else EOS)
         harness.loop.take([make_request(str(i), prompt, max_tokens, ignore_eos=ignore)])
         for _ in range(data.draw(st.integers(0, 5))):

@@ -18,6 +18,7 @@ from glmserve.engine.client import EngineClient
 from glmserve.errors import ConfigError, EngineError, InvalidInput
 from glmserve.messages import Chunk, Request
 from glmserve.sampling_params import SamplingParams
+from tests.tolerances import assert_close
 
 LENGTHS = (5, 33, 70, 130)  # below and above the preset's index_topk, across page ends
 NEW = 24
@@ -39,8 +40,12 @@ def start(checkpoint: Path) -> Iterator[Engine]:
 
     def factory(**settings: object) -> EngineClient:
         values = {"checkpoint": str(checkpoint), "num_pages": 64, "max_rows": 8} | settings
-        clients.append(EngineClient.start(EngineConfig(**values)))  # type: ignore[arg-type]
-        return clients[-1]
+        client = EngineClient.start(EngineConfig(**values))  # type: ignore[arg-type]
+        clients.append(client)
+        shares = zip(client.info.parameter_bytes, client.info.share_bytes, strict=True)
+        assert len(client.info.parameter_bytes) == settings.get("ranks", 1)
+        assert all(abs(loaded - share) <= 0.01 * share for loaded, share in shares)
+        return client
 
     yield factory
     for client in clients:
@@ -68,7 +73,9 @@ def requests() -> list[Request]:
     return made
 
 
-def collect(client: EngineClient, uids: list[str], timeout: float = 120.0) -> dict[str, list[Chunk]]:
+def collect(
+    client: EngineClient, uids: list[str], timeout: float = 120.0
+) -> dict[str, list[Chunk]]:
     """Receives until every uid has its last chunk."""
     chunks: dict[str, list[Chunk]] = {uid: [] for uid in uids}
     deadline = time.monotonic() + timeout
@@ -127,12 +134,33 @@ def test_tokens_do_not_depend_on_how_they_are_computed(
     assert tokens_of(start(**settings), batch=True) == alone
 
 
-def test_every_rank_holds_its_share_of_the_parameters(start: Engine) -> None:
-    for layout in ("ep", "sliced"):
-        info = start(ranks=4, expert_layout=layout).info
-        assert len(info.parameter_bytes) == 4
-        for loaded, share in zip(info.parameter_bytes, info.share_bytes, strict=True):
-            assert abs(loaded - share) <= 0.01 * share
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_prefix_hit_changes_nothing(
+    start: Engine, alone: dict[str, list[int]], drafts: int
+) -> None:
+    client = start(drafts=drafts, chunk=50, num_pages=128)
+    assert tokens_of(client, batch=True) == alone
+    made = requests()
+    for request in made:
+        client.submit(request)
+    chunks = collect(client, [request.uid for request in made])
+    for request in made:
+        got = chunks[request.uid]
+        assert [token for chunk in got for token in chunk.token_ids] == alone[request.uid]
+        assert got[-1].num_cached_tokens == (len(request.prompt) - 1) // 64 * 64
+
+
+def test_drafts_after_a_prefix_hit_equal_cold_ones(start: Engine, tmp_path: Path) -> None:
+    client = start(drafts=2, capture_dir=str(tmp_path))
+    prompt = requests()[3].prompt
+    drafted = []
+    for uid in ("cold", "hit"):
+        client.submit(Request(uid, prompt, SamplingParams(max_tokens=1, temperature=0.0)))
+        assert collect(client, [uid])[uid][-1].num_cached_tokens == (128 if uid == "hit" else 0)
+        last = max(tmp_path.glob("step-*.npz"))
+        with np.load(last) as arrays:
+            drafted.append(arrays["mtp_draft_logits_share1"][0])
+    assert_close("draft logits", drafted[0], drafted[1], "same_fp64")
 
 
 def test_a_rank_that_dies_ends_running_requests_with_an_error(start: Engine) -> None:

@@ -1,56 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of physical cache pages: who holds which, and how many are free.
+"""The pool of physical cache pages, and the prefix cache over them.
 
 A page number means the same on every rank and in every cache (main latent, index K, MTP): the
 pool hands out numbers, the ranks own the memory. The last physical page is never handed out: it
 takes the writes of padding rows.
+
+A page whose tokens are all confirmed gets the key of its content: a hash of its tokens and of the
+page before it, so a key stands for a whole prefix. Such a page is never written again and may
+have many holders. Without a holder it stays findable until its memory is needed, the least
+recently used first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
 
+from glmserve.config import PAGE_SIZE
 from glmserve.messages import IntArray
+
+ROOT = b"glmserve"  # the key "before" the first page
+
+
+def chain_key(parent: bytes, tokens: IntArray) -> bytes:
+    """Key of the page that holds `tokens` [PAGE_SIZE] after the prefix `parent`."""
+    assert len(tokens) == PAGE_SIZE
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest()
 
 
 class PagePool:
-    """Free list over pages 0 .. num_pages - 2. Not thread safe: the engine loop owns it."""
+    """Pages 0 .. num_pages - 2. Not thread safe: the engine loop owns it."""
 
     def __init__(self, num_pages: int, order_seed: int | None = None) -> None:
         self.capacity = num_pages - 1
-        self._free = list(range(self.capacity - 1, -1, -1))  # popped from the end: 0 first
+        self._empty = list(range(self.capacity - 1, -1, -1))  # popped from the end: 0 first
         if order_seed is not None:
-            random.Random(order_seed).shuffle(self._free)
-        self._is_free = [True] * self.capacity
+            random.Random(order_seed).shuffle(self._empty)
+        self._holders = [0] * self.capacity
+        self._key: dict[int, bytes] = {}  # page -> key, of findable pages
+        self._page: dict[bytes, int] = {}  # and back
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # findable, oldest first
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Pages that can be handed out: empty ones and findable ones that nobody holds."""
+        return len(self._empty) + len(self._unheld)
 
     def allocate(self, count: int) -> IntArray | None:
-        """Returns `count` page numbers, or None (and takes nothing) when fewer are free."""
-        if count > len(self._free):
+        """Returns `count` pages with one holder each, or None (and takes nothing) for lack."""
+        if count > self.free:
             return None
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._is_free[page] = False
+        pages = [self._take() for _ in range(count)]
         return np.asarray(pages, dtype=np.int32)
 
+    def _take(self) -> int:
+        if self._empty:
+            page = self._empty.pop()
+        else:
+            page, _ = self._unheld.popitem(last=False)
+            del self._page[self._key.pop(page)]
+        assert self._holders[page] == 0
+        self._holders[page] = 1
+        return page
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Takes hold of the findable pages of `keys`, up to the first that is not there."""
+        pages: list[int] = []
+        for key in keys:
+            page = self._page.get(key)
+            if page is None:
+                break
+            self._holders[page] += 1
+            self._unheld.pop(page, None)
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Makes a held page findable. When the same content is findable already, nothing changes:
+        the copy stays private to its holder."""
+        assert self._holders[page] > 0
+        if key not in self._page and page not in self._key:
+            self._page[key] = page
+            self._key[page] = key
+
     def release(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            assert not self._is_free[page], f"page {page} freed twice"
-            self._is_free[page] = True
-            self._free.append(page)
+        """Gives up one hold on each page. Later pages of a prefix are to be evicted first, so
+        pass them in order: they become unheld last page first."""
+        for page in reversed(list(pages)):
+            assert self._holders[page] > 0, f"page {page} freed twice"
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._key:
+                self._unheld[page] = None
+            else:
+                self._empty.append(page)
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Asserts that `held` and the free list together are every page, each once."""
-        held = list(held)
-        assert len(set(self._free)) == len(self._free), "a page is twice in the free list"
-        assert len(set(held)) == len(held), "a page has two holders"
-        everything = set(self._free) | set(held)
-        assert len(self._free) + len(held) == self.capacity == len(everything), (
-            f"{self.capacity} pages, {len(self._free)} free, {len(held)} held"
+        """Asserts that the holds in `held` and the free pages are all there is."""
+        holds = Counter(held)
+        assert holds == Counter({p: n for p, n in enumerate(self._holders) if n}), "holds differ"
+        everything = [*self._empty, *self._unheld, *holds]
+        assert len(everything) == len(set(everything)) == self.capacity, (
+            f"{self.capacity} pages, {len(self._empty)} empty, {len(self._unheld)} cached,"
+            f" {len(holds)} held"
         )
+        assert {key: page for page, key in self._key.items()} == self._page
+        assert all(page in self._key for page in self._unheld)

@@ -38,6 +38,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first: preemption takes from the end
         self.preemptions = 0
+        self.cached_tokens = 0  # that admissions found in the prefix cache
         self._by_uid: dict[str, Sequence] = {}
         self._by_row: dict[int, Sequence] = {}
         self._leaving: list[Sequence] = []  # ended, but a step in flight still names their row
@@ -147,22 +148,45 @@ class Scheduler:
                 sequence = self.waiting[0]
             else:
                 break
+            enters = sequence.row < 0
+            if enters:
+                self._match(sequence)
             start = sequence.prefilled
             length = min(budget, len(sequence.context) - start)
-            if not self._grow(sequence, start + length, grants, sequence.row < 0):
+            if not self._grow(sequence, start + length, grants, silent=enters):
+                if enters:
+                    self._unmatch(sequence)
                 break
-            if sequence.row < 0:
+            if enters:
                 admit.append(self._admit(sequence, grants))
             end = start + length
             tokens = sequence.context[start : end + 1]
-            chunks.append(PrefillChunk(sequence.row, start, length, tokens))
+            resumed = enters and start > 0
+            chunks.append(PrefillChunk(sequence.row, start, length, tokens, resumed))
             sequence.prefilled = end
             budget -= length
         return chunks
 
+    def _match(self, sequence: Sequence) -> None:
+        """Takes what the prefix cache has of the context; one page table serves every cache.
+
+        The context's last token is always computed: its logits are wanted.
+        """
+        keys = sequence.page_keys((len(sequence.context) - 1) // PAGE_SIZE)
+        sequence.pages = self.pool.match(keys)
+        sequence.published = len(sequence.pages)
+        sequence.prefilled = sequence.computed = len(sequence.pages) * PAGE_SIZE
+
+    def _unmatch(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.restart()
+
     def _admit(self, sequence: Sequence, grants: list[PageGrant]) -> RowInit:
         self.waiting.popleft()
         self.running.append(sequence)
+        if not sequence.output:
+            sequence.cached = sequence.computed
+        self.cached_tokens += sequence.computed
         sequence.row = self._free_rows.pop()
         self._by_row[sequence.row] = sequence
         grants.append(PageGrant(sequence.row, 0, np.asarray(sequence.pages, dtype=np.int32)))
@@ -212,11 +236,14 @@ class Scheduler:
         chunks = []
         for row in (*plan.decode, *(chunk.row for chunk in plan.prefill if chunk.final)):
             self._by_row[row].sampling_steps -= 1
+        for chunk in plan.prefill:
+            self._publish(self._by_row[chunk.row], chunk.start + chunk.length)
         for out in result.outputs:
             sequence = self._by_row[out.row]
             if sequence.finished or not out.token_ids:
                 continue  # cancelled, or ended, while the step was in flight
             sequence.output.extend(out.token_ids)
+            self._publish(sequence, sequence.length - 1)  # the last token is not in the caches
             if out.stopped:
                 self._finish(sequence, "stop")
             elif out.exhausted:
@@ -226,6 +253,20 @@ class Scheduler:
             self._leaving.remove(sequence)
             self._release(sequence)
         return chunks
+
+    def _publish(self, sequence: Sequence, computed: int) -> None:
+        """Lets others find the pages that `computed` confirmed tokens have filled.
+
+        Slot j of the MTP caches is made from token j and what lies before it, so a page's key
+        covers it too (DESIGN §3.3).
+        """
+        sequence.computed = computed
+        full = computed // PAGE_SIZE
+        if full > sequence.published:
+            keys = sequence.page_keys(full)
+            for page in range(sequence.published, full):
+                self.pool.publish(sequence.pages[page], keys[page])
+            sequence.published = full
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from glmserve.config import PAGE_SIZE
+from glmserve.engine.page_pool import ROOT, chain_key
 from glmserve.messages import Chunk, FinishReason, IntArray, Request
 
 
@@ -22,11 +24,15 @@ class Sequence:
     output: list[int] = field(default_factory=list)  # confirmed tokens
     pages: list[int] = field(default_factory=list)  # physical, in logical order
     row: int = -1  # device row while running
-    prefilled: int = 0  # tokens planned for prefill since the row was taken
+    published: int = 0  # leading pages that others can find
+    cached: int = 0  # tokens that the first admission found in the prefix cache
+    prefilled: int = 0  # tokens of the context that are cached or planned for prefill
+    computed: int = 0  # tokens whose cache entries are confirmed
     sampling_steps: int = 0  # steps in flight that sample this sequence
     last_step: int = -1  # newest step whose plan names the row
     finish_reason: FinishReason | None = None
     chunks_sent: int = 0
+    keys: list[bytes] = field(default_factory=list)  # of leading full pages, as far as needed
     context: IntArray = field(init=False)  # tokens to prefill: the prompt, and output if preempted
 
     def __post_init__(self) -> None:
@@ -67,7 +73,26 @@ class Sequence:
         self.context = np.concatenate(
             [self.request.prompt, np.asarray(self.output, dtype=np.int32)]
         )
-        self.pages, self.row, self.prefilled = [], -1, 0
+        self.pages, self.row = [], -1
+        self.prefilled = self.computed = self.published = 0
+
+    def page_keys(self, count: int) -> list[bytes]:
+        """Keys of the first `count` pages, which confirmed tokens fill. They never change."""
+        for page in range(len(self.keys), count):
+            parent = self.keys[-1] if self.keys else ROOT
+            self.keys.append(
+                chain_key(parent, self._tokens(page * PAGE_SIZE, (page + 1) * PAGE_SIZE))
+            )
+        return self.keys[:count]
+
+    def _tokens(self, start: int, end: int) -> IntArray:
+        """Confirmed tokens [start, end) of prompt and output."""
+        prompt = self.request.prompt
+        if end <= len(prompt):
+            return prompt[start:end]
+        first = max(0, start - len(prompt))
+        output = np.asarray(self.output[first : end - len(prompt)], dtype=np.int32)
+        return np.concatenate([prompt[start:], output])
 
     def chunk(self, tokens: tuple[int, ...] = (), stop_token: int | None = None) -> Chunk:
         """The next chunk to send; carries the finish reason when the sequence has ended."""
@@ -79,5 +104,6 @@ class Sequence:
             self.finish_reason,
             num_prompt_tokens=len(self.request.prompt),
             num_output_tokens=len(self.output),
+            num_cached_tokens=self.cached,
             stop_token=stop_token,
         )

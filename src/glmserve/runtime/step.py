@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glmserve.config import EngineConfig
+from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.messages import PrefillChunk, RowOutput, StepPlan, StepResult
 from glmserve.model.batch import StepBatch
 from glmserve.model.caches import Caches
@@ -36,6 +36,17 @@ class _Layout:
     decoding: int  # how many of `sampled` decode
     first: Tensor  # [N] packed index of each sampled sequence's first drawing row
     width: Tensor  # [N] drawing rows: drafts + 1, or 1 for a prefill
+    resumed: list[tuple[int, PrefillChunk]]  # prefix hits, by packed index of their first row
+
+
+@dataclass(frozen=True)
+class _FirstPass:
+    """Rows of the MTP layer's first pass, packed as it wants them."""
+
+    batch: StepBatch
+    following: Tensor  # [M] the token after each row's
+    hidden: Tensor  # [M, D]
+    order: Tensor  # [M] ascending: 2 * packed index + 1 for a row of the step
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,9 @@ class StepRunner:
         self.device = device
         self.capture = capture
         self.state = RowState(config, device)
+        # The target's hidden state at each page's last slot: what the MTP entry after a prefix
+        # hit is made from (DESIGN §3.3).
+        self.page_hidden: Tensor | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -83,6 +97,7 @@ class StepRunner:
         draws, count, outputs = self._draw(layout, hidden)
         drawn = time.perf_counter()
         if self.mtp is not None:
+            self._keep_page_ends(layout.batch, hidden)
             self._draft(layout, hidden, draws, count)
         if self.capture:
             self.capture.end(layout.batch, hidden, self.decoder.logits(hidden))
@@ -110,12 +125,15 @@ class StepRunner:
         first = [torch.arange(len(decoding), device=device) * len(steps)]
         width = [torch.full_like(decoding, len(steps))]
         packed = len(tokens[0])
+        resumed = []
         for chunk in plan.prefill:
             ids = torch.from_numpy(chunk.tokens).to(device, torch.int64)
             tokens.append(ids[: chunk.length])
             positions.append(torch.arange(chunk.start, chunk.start + chunk.length, device=device))
             rows.append(torch.full((chunk.length,), chunk.row, dtype=torch.int64, device=device))
             next_tokens.append(self._following(chunk, ids))
+            if chunk.resumed:
+                resumed.append((packed, chunk))
             packed += chunk.length
             if chunk.final:
                 state.length[chunk.row] = chunk.start + chunk.length
@@ -134,6 +152,7 @@ class StepRunner:
             len(decoding),
             torch.cat(first),
             torch.cat(width),
+            resumed,
         )
 
     @staticmethod
@@ -192,15 +211,14 @@ class StepRunner:
         offset = torch.arange(draws.shape[1], device=self.device)
         confirmed = offset[None, :] < count[:, None]  # [N, k + 1]
         following[(layout.first[:, None] + offset)[confirmed]] = draws[confirmed]
-        kept = following >= 0  # rejected drafts have no following token
-        batch = layout.batch.select(kept)
+        rows = self._first_pass_rows(layout, following, hidden)
         out, selection = self.mtp.forward(
-            batch, following[kept], hidden[kept], self.caches, None, write_index=True
+            rows.batch, rows.following, rows.hidden, self.caches, None, write_index=True
         )
         if len(layout.sampled) == 0:
             return
-        last = kept.to(torch.int64).cumsum(0)[layout.first + count - 1] - 1
-        draft = _Draft(batch.select(last), out[last], selection.select(last))
+        last = torch.searchsorted(rows.order, 2 * (layout.first + count - 1) + 1)
+        draft = _Draft(rows.batch.select(last), out[last], selection.select(last))
         shared = self.config.share_draft_index
         if self.capture:  # the other way as well; it leaves nothing that a later step reads
             tokens, logits = self._draft_passes(draft, not shared)
@@ -209,6 +227,45 @@ class StepRunner:
         if self.capture:
             self.capture.drafts(shared, tokens, logits)
         self.state.drafts[layout.sampled] = tokens
+
+    def _first_pass_rows(self, layout: _Layout, following: Tensor, hidden: Tensor) -> _FirstPass:
+        """The confirmed rows, and ahead of each prefix hit the entry that the hit lacks.
+
+        The entry of position i lies in slot i + 1, so the first slot after a hit needs the
+        hidden state of the hit's last position.
+        """
+        kept = torch.nonzero(following >= 0)[:, 0]  # rejected drafts have no following token
+        batch = layout.batch.select(kept)
+        order, following, hidden = 2 * kept + 1, following[kept], hidden[kept]
+        if layout.resumed:
+            assert self.page_hidden is not None
+            hits = [chunk for _, chunk in layout.resumed]
+
+            def column(values: list[int]) -> Tensor:
+                return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+            positions = column([chunk.start - 1 for chunk in hits])
+            lines = column([chunk.row for chunk in hits])
+            pages = self.state.page_table[lines, positions // PAGE_SIZE]
+            order = torch.cat([order, column([2 * index for index, _ in layout.resumed])])
+            order, sort = order.sort()
+            tokens = column([int(chunk.tokens[0]) for chunk in hits])
+            following = torch.cat([following, tokens])[sort]
+            hidden = torch.cat([hidden, self.page_hidden[pages]])[sort]
+            batch = StepBatch(
+                following,
+                torch.cat([batch.positions, positions])[sort],
+                torch.cat([batch.row_seq, lines])[sort],
+                batch.page_table,
+            )
+        return _FirstPass(batch, following, hidden, order)
+
+    def _keep_page_ends(self, batch: StepBatch, hidden: Tensor) -> None:
+        if self.page_hidden is None:
+            self.page_hidden = hidden.new_zeros(self.config.num_pages, hidden.shape[1])
+        ends = batch.positions % PAGE_SIZE == PAGE_SIZE - 1
+        lines, positions = batch.row_seq[ends], batch.positions[ends]
+        self.page_hidden[batch.page_table[lines, positions // PAGE_SIZE]] = hidden[ends]
 
     def _draft_passes(self, draft: _Draft, share: bool) -> tuple[Tensor, list[Tensor]]:
         """Draft tokens [N, k] from the first pass's last rows, and each pass's logits shard."""
