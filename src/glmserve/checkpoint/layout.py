@@ -8,8 +8,10 @@ its job: how the model groups tensors in memory (`weights`) or how files store t
 from __future__ import annotations
 
 import enum
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +37,8 @@ class TensorSpec:
     wide: bool = False  # kept in fp32 or wider: rounding it to bf16 would change the routing
 
 
-def checkpoint_tensors(config: ModelConfig, mtp: bool = True) -> dict[str, TensorSpec]:
+@functools.lru_cache(maxsize=4)  # 59,585 tensors at full size
+def checkpoint_tensors(config: ModelConfig, mtp: bool = True) -> Mapping[str, TensorSpec]:
     """Every tensor that the checkpoint must hold, by its full name."""
     tables = {
         "model.embed_tokens.weight": TensorSpec((config.vocab_size, config.hidden_size), Cut.ROWS),
@@ -46,7 +49,7 @@ def checkpoint_tensors(config: ModelConfig, mtp: bool = True) -> dict[str, Tenso
     for layer in range(layers):
         for name, spec in _layer(config, layer):
             tables[f"model.layers.{layer}.{name}"] = spec
-    return tables
+    return MappingProxyType(tables)
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:

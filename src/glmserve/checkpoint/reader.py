@@ -9,7 +9,7 @@ are refused by name.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -82,7 +82,7 @@ def load_weights(
 
 
 def _account(
-    stored: dict[str, StoredTensor], specs: dict[str, TensorSpec], ignored: frozenset[str]
+    stored: dict[str, StoredTensor], specs: Mapping[str, TensorSpec], ignored: frozenset[str]
 ) -> None:
     """Raises one CheckpointError that names all tensors that are not as `specs` wants them."""
     quantised = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from glmserve.checkpoint.layout import TensorSpec, checkpoint_tensors, local_slice, stored_dtype
+from glmserve.checkpoint.layout import checkpoint_tensors, local_slice, stored_dtype
 from glmserve.model_config import ExpertLayout, ModelConfig
 
 
@@ -135,7 +135,7 @@ class _Builder:
         mtp: bool,
     ) -> None:
         self.config, self.device, self.dtype = config, device, dtype
-        self.specs: dict[str, TensorSpec] = checkpoint_tensors(config, mtp)
+        self.specs = checkpoint_tensors(config, mtp)
         self.local: dict[str, tuple[int, ...]] = {}  # shapes of this rank's parts
         for name, spec in self.specs.items():
             part = local_slice(spec, config, rank, size, layout)
