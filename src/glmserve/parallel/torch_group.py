@@ -90,8 +90,8 @@ class TorchGroup:
         dist.destroy_process_group()
 
     def _gather(self, flat: Tensor) -> Tensor:
-        gathered = flat.new_empty((self.size, flat.numel()))
+        gathered = flat.new_empty(self.size * flat.numel())
         if flat.numel():
             # Bytes: Gloo knows fewer dtypes than we move.
             dist.all_gather_into_tensor(gathered.view(torch.uint8), flat.view(torch.uint8))
-        return gathered
+        return gathered.view(self.size, flat.numel())
