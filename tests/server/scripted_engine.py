@@ -150,9 +150,16 @@ class ScriptedEngine:
     def _emit(
         self, row: _Row, ids: list[int], finish: str | None, error: str = "", code: str = ""
     ) -> None:
-        uid = row.request.uid
-        prompt = len(row.request.prompt)
-        chunk = Chunk(uid, row.chunks, tuple(ids), finish, prompt, row.sent, error, code)  # type: ignore[arg-type]
+        chunk = Chunk(
+            uid=row.request.uid,
+            index=row.chunks,
+            token_ids=tuple(ids),
+            finish_reason=finish,  # type: ignore[arg-type]
+            num_prompt_tokens=len(row.request.prompt),
+            num_output_tokens=row.sent,
+            error=error,
+            error_code=code,
+        )
         row.chunks += 1
         self._out.append(chunk)
         self._changed.notify_all()

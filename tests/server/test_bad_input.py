@@ -20,7 +20,10 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "empty prompt": ({"text_input": ""}, ["text_input", "empty"]),
     "both prompts": ({"text_input": "x", "messages": "[]"}, ["text_input", "messages"]),
     "tools without messages": ({"text_input": "x", "tools": "[]"}, ["tools", "messages"]),
-    "prompt too long": ({"text_input": "word " * 70000}, ["prompt: the prompt has ", "the context holds CONTEXT"]),
+    "prompt too long": (
+        {"text_input": "word " * 70000},
+        ["prompt: the prompt has ", "the context holds CONTEXT"],
+    ),
     "max_tokens 0": ({"text_input": "x", "max_tokens": 0}, ["max_tokens", "0"]),
     "max_tokens too large": ({"text_input": "x", "max_tokens": 1 << 30}, ["max_tokens", "CONTEXT"]),
     "temperature below 0": ({"text_input": "x", "temperature": -0.5}, ["temperature", "-0.5"]),

@@ -65,6 +65,7 @@ class _Running:
     last: Chunk | None = None  # the engine's final chunk
     index: int = 0  # of the next response
     acked: int = -1  # newest response that postprocess has handled
+    cached: int = 0  # prompt tokens from the prefix cache, as the newest chunk says
     keep_alive_due: bool = False
     stop_watch: StopWatch | None = None  # where postprocess sees nothing before the end
 
@@ -180,7 +181,8 @@ class GlmStage:
             "state": "draining" if self._draining else self._state,
             "progress": self._progress,
             "failure": self._failure,
-            "running": len(self._running) + len(self._delivered) + self._events.qsize(),
+            "running": len(self._running),
+            "unsettled": len(self._delivered) + self._events.qsize(),  # events, last answers
         }
 
     def _receive_loop(self) -> None:
@@ -262,6 +264,7 @@ class GlmStage:
             if running is None or running.last is not None:  # ended by a stop string or its client
                 continue
             running.pending.extend(chunk.token_ids)
+            running.cached = chunk.num_cached_tokens
             if chunk.finish_reason is not None:
                 running.last = chunk
             elif running.stop_watch is not None and running.stop_watch(chunk.token_ids):
@@ -342,6 +345,7 @@ class GlmStage:
             finish_reason=(last.finish_reason or "") if last else "",
             stop_token=-1 if last is None or last.stop_token is None else last.stop_token,
             num_input_tokens=len(source.request.prompt),
+            num_cached_tokens=running.cached,
             num_output_tokens=len(running.pending),
             request_uid=running.uid,
             index=running.index,

@@ -165,7 +165,7 @@ class EmbeddedServer:
         relay = RelayClient(self.runtime_dir)
         deadline = time.monotonic() + _DRAIN_WAIT
         status = relay.ask(op="drain")
-        while status is not None and status["running"] and time.monotonic() < deadline:
+        while status and status["running"] + status["unsettled"] and time.monotonic() < deadline:
             time.sleep(0.02)
             status = relay.ask(op="status")
         relay.close()

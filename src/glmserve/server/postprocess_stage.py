@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from glmserve.text.output import OutputDelta, OutputProcessor
-
 from glmserve.server.output_settings import OutputSettings
 from glmserve.server.relay import RelayClient
 from glmserve.server.stage_messages import TextResponse, TokensResponse
+from glmserve.text.output import OutputDelta, OutputProcessor
 from glmserve.text.tokenizer import Tokenizer
 
 _FORGET_AFTER: Final = 3600.0  # seconds without a response until a request's state is dropped
@@ -38,6 +37,7 @@ class _Answer:
     seen_at: float
     asked_at: float  # when the client was last known to be there
     billed: int = 0  # tokens counted in earlier responses
+    reasoning: int = 0  # reasoning tokens counted in earlier responses
 
 
 class PostprocessStage:
@@ -77,9 +77,16 @@ class PostprocessStage:
             del self._answers[uid]
         billed = max(0, delta.completion_tokens - answer.billed)
         answer.billed += billed
+        reasoning = answer.processor.reasoning_tokens - answer.reasoning
+        answer.reasoning += reasoning
         echo, answer.echo = answer.echo, ""
         return self._response(
-            tokens, delta, billed, finish_reason=delta.finish_reason or "", echo=echo
+            tokens,
+            delta,
+            billed,
+            reasoning=reasoning,
+            finish_reason=delta.finish_reason or "",
+            echo=echo,
         )
 
     def _answer(self, tokens: TokensResponse, now: float) -> _Answer:
@@ -100,6 +107,7 @@ class PostprocessStage:
         billed: int,
         *,
         finish_reason: str,
+        reasoning: int = 0,
         echo: str = "",
         error: str = "",
     ) -> TextResponse:
@@ -110,7 +118,9 @@ class PostprocessStage:
             finish_reason=finish_reason,
             stop_reason=json.dumps(delta.stop_reason, ensure_ascii=False),
             num_input_tokens=tokens.num_input_tokens,
+            num_cached_tokens=tokens.num_cached_tokens,
             num_output_tokens=billed,
+            num_reasoning_tokens=max(0, reasoning),
             request_uid=tokens.request_uid,
             index=tokens.index,
             error_message=error or tokens.error_message,

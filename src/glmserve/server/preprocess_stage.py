@@ -12,9 +12,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from glmserve.text.chat_request import ChatRequest
-from glmserve.text.prompt import Prompt, PromptBuilder
-
 from glmserve.config import EngineConfig
 from glmserve.engine.admission import check_length
 from glmserve.errors import InvalidInput
@@ -22,7 +19,9 @@ from glmserve.generation_config import GenerationConfig
 from glmserve.sampling_params import SamplingParams
 from glmserve.server.output_settings import OutputSettings
 from glmserve.server.stage_messages import Prompted, TextRequest
+from glmserve.text.chat_request import ChatRequest
 from glmserve.text.output_options import StopOptions
+from glmserve.text.prompt import Prompt, PromptBuilder
 
 # Tensors that are sampling settings, and the setting that each one stands for.
 _SETTINGS: Final[Mapping[str, str]] = {

@@ -46,6 +46,7 @@ class TokensResponse:
     finish_reason: str  # "" until the last one
     stop_token: int  # -1 = none
     num_input_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     request_uid: str
     index: int
@@ -63,7 +64,9 @@ class TextResponse:
     finish_reason: str
     stop_reason: str  # JSON: a string, a number or null
     num_input_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
+    num_reasoning_tokens: int
     request_uid: str
     index: int
     error_message: str

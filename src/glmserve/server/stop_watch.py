@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from glmserve.text.output import OutputProcessor
-
 from glmserve.server.output_settings import OutputSettings
+from glmserve.text.output import OutputProcessor
 from glmserve.text.tokenizer import Tokenizer
 
 
