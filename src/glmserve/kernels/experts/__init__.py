@@ -10,30 +10,47 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
+from .reference import ExpertWeight, Int4Weight, first_tensor
+
+__all__ = ["ExpertWeight", "Int4Weight", "experts"]
 
 
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     first: int,
     shared: torch.Tensor,
 ) -> torch.Tensor:
     """shared + sum over the row's local experts of weight * down(swiglu(gate_up x)), [R, D].
 
     x        [R, D]
-    ids      [R, k] int64, experts of the whole model; weights [R, k] acc
-    gate_up  [E, 2 I, D], gate rows first; down [E, D, I]
+    ids      [R, k] int64, experts of the whole model, ascending; weights [R, k] acc
+    gate_up  [E, 2 I, D], gate rows first; down [E, D, I]: plain, block-fp8 (QuantWeight with a
+             leading E) or int4 (Int4Weight)
     shared   [R, D], this rank's part of the shared expert, not scaled
-    Summed in acc in ascending order of the expert, rounded once.
+    Summed in acc in ascending order of the expert, rounded once. A row's bits do not depend on the
+    rows beside it.
     """
+    up, back = first_tensor(gate_up), first_tensor(down)
     assert ids.shape == weights.shape, (ids.shape, weights.shape)
     assert ids.shape[0] == x.shape[0], (ids.shape, weights.shape)
-    assert gate_up.shape[0] == down.shape[0]
-    assert gate_up.shape[1] == 2 * down.shape[2]
-    assert x.shape[1] == gate_up.shape[2] == down.shape[1]
-    assert shared.shape == x.shape
+    assert up.shape[0] == back.shape[0], (up.shape, back.shape)
+    assert x.shape[1] == back.shape[1], (x.shape, back.shape)
+    assert shared.shape == x.shape, (shared.shape, x.shape)
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        assert gate_up.shape[1] == 2 * down.shape[2], (gate_up.shape, down.shape)
+        assert x.shape[1] == gate_up.shape[2], (x.shape, gate_up.shape)
+    if x.is_cuda:
+        from . import launch
+
+        if use_kernel("experts", "cuda", launch.unserved(x, gate_up, down)):
+            return launch.experts(
+                x.contiguous(), ids.contiguous(), weights.contiguous(), gate_up, down, first,
+                shared.contiguous(),
+            )  # fmt: skip
     return reference.experts(x, ids, weights, gate_up, down, first, shared)

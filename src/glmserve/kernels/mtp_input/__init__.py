@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
 
 
@@ -17,4 +18,12 @@ def mtp_input(
 ) -> torch.Tensor:
     """[rms(embedding) | rms(hidden)], embedding first: two [R, D] -> [R, 2 D], input of eh_proj."""
     assert embedding.shape == hidden.shape, (embedding.shape, hidden.shape)
+    if hidden.is_cuda:
+        from . import launch
+
+        served = hidden.dtype == torch.bfloat16
+        if use_kernel("mtp_input", "cuda", {} if served else {"dtype": hidden.dtype}):
+            return launch.mtp_input(
+                embedding.contiguous(), hidden.contiguous(), embedding_norm, hidden_norm, eps
+            )
     return reference.mtp_input(embedding, hidden, embedding_norm, hidden_norm, eps)

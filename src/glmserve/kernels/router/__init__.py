@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
 
 
@@ -14,11 +15,17 @@ def route(
     """x [R, D], gate [E, D] acc, bias [E] acc -> (ids [R, top_k] int64 ascending, weights acc).
 
     Everything is done in acc: biases near 34 with steps far below a bf16 ULP choose the experts.
-    Ties go to the lower expert id. The bias never enters a weight.
+    Ties go to the lower expert id. The bias never enters a weight. A gate in bf16 stands for the
+    same numbers in fp32, at half the bytes.
     """
     assert x.shape[1] == gate.shape[1], (x.shape, gate.shape)
     assert bias.shape == gate.shape[:1], (x.shape, gate.shape)
-    assert gate.dtype == bias.dtype, gate.dtype
-    assert gate.dtype in (torch.float32, torch.float64), gate.dtype
+    assert bias.dtype in (torch.float32, torch.float64), bias.dtype
+    assert gate.dtype in (bias.dtype, torch.bfloat16), gate.dtype
     assert 0 < top_k <= gate.shape[0], (top_k, gate.shape)
-    return reference.route(x, gate, bias, top_k, scale)
+    if x.is_cuda:
+        from . import launch
+
+        if use_kernel("route", "cuda", launch.unserved(x, bias)):
+            return launch.route(x.contiguous(), gate, bias, top_k, scale)
+    return reference.route(x, gate.to(bias.dtype), bias, top_k, scale)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products over sorted (row, expert) pairs, and the weighted sum back to rows.
+
+The K chunks of `linear` apply: the same bits whether few rows or many are in the step.
+"""
+
+import triton
+import triton.language as tl
+
+from ..linear.kernel import SCALE_BLOCK, band_order, chunk_product
+from ..triton_common import dot, to_bf16
+
+
+@triton.jit
+def _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM: tl.constexpr):
+    """(expert, positions [BM] in `order`, which of them exist) of one tile."""
+    expert = tl.load(tile_expert + tile)
+    position = tl.load(tile_begin + tile) + tl.arange(0, BM)
+    return expert, position, position < tl.load(offsets + expert + 1)
+
+
+@triton.jit(do_not_specialize=["x_rows", "pairs"])
+def grouped_few(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    out,
+    order,
+    offsets,
+    tile_expert,
+    tile_begin,
+    tile_count,
+    x_rows,
+    pairs,
+    width,
+    TOP_K: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out[chunk, position] = x[row of the position] times its expert's weight, swap-AB.
+
+    TOP_K > 0: x holds the step's rows [x_rows, K] and pair p belongs to row p // TOP_K; 0: x is in
+    the order of the pairs already. weight [E, width, K]. SPLIT: out [CHUNKS, pairs, width] fp32,
+    what reads it adds the chunks; else out [pairs, width] bf16. A program beyond the tiles ends.
+    """
+    BLOCKS: tl.constexpr = K // BK
+    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    WAYS: tl.constexpr = CHUNKS if SPLIT else 1
+    columns = tl.cdiv(width, BN)
+    count = tl.load(tile_count)
+    program = tl.program_id(0) // WAYS
+    if program < count * columns:
+        tile, column = band_order(program, count, columns, BAND)
+        expert, position, real = _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM)
+        row = position
+        if TOP_K > 0:
+            row = tl.load(order + position, mask=real, other=0) // TOP_K
+        row = tl.where(real, row, 0).to(tl.int64)
+        n = column * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        x_tile = x + row[:, None] * K + k[None, :]
+        w_row = expert.to(tl.int64) * width + tl.minimum(n, width - 1)
+        w_tile = weight + w_row[:, None] * K + k[None, :]
+        w_line = expert * tl.cdiv(width, SCALE_BLOCK) + column * BN // SCALE_BLOCK
+        w_line = weight_scales + w_line.to(tl.int64) * BLOCKS
+        store = real[None, :] & (n[:, None] < width)
+        target = out + position[None, :].to(tl.int64) * width + n[:, None]
+        if SPLIT:
+            chunk = tl.program_id(0) % WAYS
+            begin = chunk * PER
+            acc = chunk_product(
+                x_tile, x_scales + row, x_rows, w_tile, w_line, begin,
+                tl.minimum(begin + PER, BLOCKS), real, BN, BM, BK, SCALED, STAGES,
+            )  # fmt: skip
+            tl.store(target + chunk.to(tl.int64) * pairs * width, acc, mask=store)
+        else:
+            acc = chunk_product(
+                x_tile, x_scales + row, x_rows, w_tile, w_line, 0, min(PER, BLOCKS),
+                real, BN, BM, BK, SCALED, STAGES,
+            )  # fmt: skip
+            for chunk in tl.range(1, CHUNKS):
+                acc += chunk_product(
+                    x_tile, x_scales + row, x_rows, w_tile, w_line, chunk * PER,
+                    tl.minimum(chunk * PER + PER, BLOCKS), real, BN, BM, BK, SCALED, STAGES,
+                )  # fmt: skip
+            tl.store(target, to_bf16(acc), mask=store)
+
+
+@triton.jit(do_not_specialize=["x_rows"])
+def grouped_many(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    out,
+    order,
+    offsets,
+    tile_expert,
+    tile_begin,
+    tile_count,
+    x_rows,
+    width,
+    TOP_K: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The same for many rows an expert, [BM, BN] tiles; weight is a descriptor of [E * width, K].
+
+    A weight tile that passes its expert's last row reads the next one's; those columns are dropped.
+    """
+    BLOCKS: tl.constexpr = K // BK
+    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    columns = tl.cdiv(width, BN)
+    count = tl.load(tile_count)
+    if tl.program_id(0) < count * columns:
+        tile, column = band_order(tl.program_id(0), count, columns, BAND)
+        expert, position, real = _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM)
+        row = position
+        if TOP_K > 0:
+            row = tl.load(order + position, mask=real, other=0) // TOP_K
+        row = tl.where(real, row, 0).to(tl.int64)
+        x_tile = x + row[:, None] * K + tl.arange(0, BK)[None, :]
+        n0 = column * BN
+        acc = tl.zeros([BM, BN], tl.float32)
+        total = tl.zeros([BM, BN], tl.float32)
+        if SCALED:
+            x_line = x_scales + row
+            w_line = expert * tl.cdiv(width, SCALE_BLOCK) + n0 // SCALE_BLOCK
+            w_line = weight_scales + w_line.to(tl.int64) * BLOCKS
+        for block in tl.range(0, BLOCKS, num_stages=STAGES):
+            rows_tile = tl.load(x_tile + block * BK)
+            w_tile = weight.load([expert * width + n0, block * BK])
+            if SCALED:
+                scale = tl.load(x_line + block * x_rows) * tl.load(w_line + block)
+                acc += tl.dot(rows_tile, w_tile.T) * scale[:, None]
+            else:
+                acc = dot(rows_tile, w_tile.T, acc)
+            if CHUNKS > 1:
+                if block % PER == PER - 1:
+                    total += acc
+                    acc = tl.zeros([BM, BN], tl.float32)
+        if CHUNKS > 1:
+            acc = total + acc
+        n = n0 + tl.arange(0, BN)
+        target = out + position[:, None].to(tl.int64) * width + n[None, :]
+        tl.store(target, to_bf16(acc), mask=real[:, None] & (n[None, :] < width))
+
+
+@triton.jit
+def combine_rows(
+    parts,
+    place,
+    weights,
+    shared,
+    out,
+    pairs,
+    width,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[row] = shared[row] + sum over the row's local pairs of weight * down output, pair order.
+
+    parts [PARTS, pairs, width]: split sums, added in order and rounded to bf16 as one product.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < width
+    total = tl.load(shared + row * width + n, mask=inside, other=0.0).to(tl.float32)
+    for slot in tl.static_range(TOP_K):
+        position = tl.load(place + row * TOP_K + slot).to(tl.int64)
+        share = tl.load(weights + row * TOP_K + slot)
+        here = inside & (position >= 0)
+        at = parts + position * width + n
+        value = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            value += tl.load(at + part * pairs.to(tl.int64) * width, mask=here, other=0.0)
+        if PARTS > 1:
+            value = to_bf16(value).to(tl.float32)
+        total += value * share
+    tl.store(out + row * width + n, to_bf16(total), mask=inside)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of the experts: sort, grouped gate_up, SwiGLU, grouped down, combine.
+
+Nothing here depends on how the router chose: buffers and grids are sized by the number of pairs,
+so the whole sequence can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..linear.launch import plan
+from ..linear.reference import QuantWeight
+from ..quantise import launch as quantise_launch
+from ..quantise.reference import QuantRows
+from ..swiglu import launch as swiglu_launch
+from . import int4, kernel, sorting
+from .reference import ExpertWeight, Int4Weight, first_tensor
+
+_EXPERTS_A_TOKEN_ROW = 32  # GLM: 256 experts, 8 a row, so R rows give R / 32 rows an expert
+_SPLIT_PAIRS = 256  # pairs up to which the chunks of a sum get programs of their own
+
+
+class SortedPairs(NamedTuple):
+    """Pairs by expert and the tiles over them; see `sorting.sort_pairs`."""
+
+    order: torch.Tensor
+    place: torch.Tensor
+    offsets: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_begin: torch.Tensor
+    tile_count: torch.Tensor
+    block_m: int
+    max_tiles: int
+
+
+def unserved(x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight) -> dict[str, object]:
+    """Why no kernel runs these experts."""
+    reasons: dict[str, object] = {}
+    if x.dtype != torch.bfloat16:
+        reasons["dtype"] = x.dtype
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        values = first_tensor(weight)
+        depth, unit = values.shape[2], 128 if isinstance(weight, QuantWeight) else 64
+        if isinstance(weight, Int4Weight):
+            depth, unit = 8 * depth, 128
+            group = depth // weight.scales.shape[2]
+            if group not in (32, 64, 128):
+                reasons[f"{name} group"] = group
+        elif isinstance(weight, torch.Tensor) and weight.dtype != torch.bfloat16:
+            reasons[f"{name} dtype"] = weight.dtype
+        if depth % unit:
+            reasons[f"{name} input width"] = depth
+    return reasons
+
+
+def block_rows(rows: int) -> int:
+    """Rows of a tile, by the rows that an expert gets on average."""
+    for limit, size in ((256, 16), (768, 32), (1536, 64)):
+        if rows <= limit:
+            return size
+    return 128
+
+
+def sort_pairs(ids: torch.Tensor, first: int, local: int) -> SortedPairs:
+    """ids [R, k] int64 -> the pairs of experts [first, first + local)."""
+    pairs, device = ids.numel(), ids.device
+    block_m = block_rows(ids.shape[0])
+    max_tiles = min(pairs, local) + pairs // block_m
+    ints = torch.empty(2 * pairs + 2 * max_tiles + local + 2, dtype=torch.int32, device=device)
+    order, place, tile_expert, tile_begin, offsets, count = ints.split(
+        [pairs, pairs, max_tiles, max_tiles, local + 1, 1]
+    )
+    bins = triton.next_power_of_2(local + 1)
+    block = min(4096, max(256, triton.next_power_of_2(pairs)))
+    sorting.sort_pairs[(local + 1,)](
+        ids, order, place, offsets, tile_expert, tile_begin, count, pairs, first,
+        local, bins, block_m, block, num_warps=8 if block > 1024 else 4,
+    )  # fmt: skip
+    return SortedPairs(order, place, offsets, tile_expert, tile_begin, count, block_m, max_tiles)
+
+
+def grouped_linear(
+    x: torch.Tensor | QuantRows, weight: torch.Tensor | QuantWeight, pairs: SortedPairs, top_k: int
+) -> torch.Tensor:
+    """x times each pair's expert's weight: [parts, pairs, width], fp32 when parts > 1 else bf16.
+
+    top_k > 0: x holds the step's rows; 0: x is in pair order.
+    """
+    values, x_scales = x if isinstance(x, QuantRows) else (x, x)
+    w_values, w_scales = weight if isinstance(weight, QuantWeight) else (weight, weight)
+    scaled = isinstance(weight, QuantWeight)
+    assert values.dtype == w_values.dtype, (values.dtype, w_values.dtype)
+    experts, width, depth = w_values.shape
+    total = pairs.order.numel()
+    # `linear`'s plan knows one weight; here many are in flight, so only the long sum is cut.
+    block_k = plan(width, depth, scaled).block_k
+    chunks = 4 if depth >= 4096 and (depth // block_k) % 4 == 0 else 1
+    split = chunks > 1 and total <= _SPLIT_PAIRS
+    parts = chunks if split else 1
+    dtype = torch.float32 if split else torch.bfloat16
+    out = torch.empty(parts, total, width, dtype=dtype, device=values.device)
+    common = (
+        out, pairs.order, pairs.offsets, pairs.tile_expert, pairs.tile_begin, pairs.tile_count,
+    )  # fmt: skip
+    if pairs.block_m < 128:
+        columns = -(-width // 64)
+        stages = 5 if pairs.block_m == 16 else 4
+        if not scaled:
+            stages = 4 if pairs.block_m == 16 else 3
+        kernel.grouped_few[(pairs.max_tiles * columns * parts,)](
+            values, x_scales, w_values, w_scales, *common, values.shape[0], total, width,
+            top_k, depth, 64, pairs.block_m, block_k, chunks, split, scaled, 4, stages,
+            num_warps=4,
+        )  # fmt: skip
+    else:
+        flat = w_values.view(experts * width, depth)
+        w_desc = TensorDescriptor.from_tensor(flat, [128, block_k])
+        columns = -(-width // 128)
+        kernel.grouped_many[(pairs.max_tiles * columns,)](
+            values, x_scales, w_desc, w_scales, *common, values.shape[0], width,
+            top_k, depth, 128, 128, block_k, chunks, scaled, 8, 4 if scaled else 3,
+            num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+def grouped_int4(
+    x: torch.Tensor, weight: Int4Weight, pairs: SortedPairs, top_k: int
+) -> torch.Tensor:
+    """`grouped_linear` for int4 weights and bf16 rows."""
+    _, width, words = weight.packed.shape
+    total, device = pairs.order.numel(), x.device
+    gathered = torch.empty(total, 8, words, dtype=torch.bfloat16, device=device)
+    int4.gather_rows[(total, -(-words // 128))](
+        x, gathered, pairs.order, pairs.offsets[-1:], total, words, top_k, 128, num_warps=4
+    )  # fmt: skip
+    block = 32 if words % 32 == 0 else 16
+    parts = 4 if words % (4 * block) == 0 and words >= 512 else 1
+    dtype = torch.float32 if parts > 1 else torch.bfloat16
+    out = torch.empty(parts, total, width, dtype=dtype, device=device)
+    columns = -(-width // 64)
+    int4.grouped_int4[(pairs.max_tiles * columns * parts,)](
+        gathered, weight.packed, weight.scales,
+        weight.packed if weight.zeros is None else weight.zeros, out, pairs.offsets,
+        pairs.tile_expert, pairs.tile_begin, pairs.tile_count, total, width, words,
+        words // weight.scales.shape[2], 64, pairs.block_m, block, weight.zeros is not None,
+        parts, 4, 3 if pairs.block_m <= 64 else 2, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def combine(
+    parts: torch.Tensor, pairs: SortedPairs, weights: torch.Tensor, shared: torch.Tensor
+) -> torch.Tensor:
+    rows, top_k = weights.shape
+    width = shared.shape[1]
+    out = torch.empty_like(shared)
+    block = 1024
+    kernel.combine_rows[(rows, -(-width // block))](
+        parts, pairs.place, weights, shared, out, pairs.order.numel(), width, top_k,
+        parts.shape[0], block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    first: int,
+    shared: torch.Tensor,
+    quantised: QuantRows | None = None,
+) -> torch.Tensor:
+    """`experts` of the package; quantised: x in fp8 where an earlier kernel made it already."""
+    pairs = sort_pairs(ids, first, first_tensor(gate_up).shape[0])
+    count = pairs.offsets[-1:]
+    if isinstance(gate_up, Int4Weight):
+        assert isinstance(down, Int4Weight)
+        hidden = grouped_int4(x, gate_up, pairs, ids.shape[1])
+        inner = swiglu_launch.swiglu_parts(hidden, count)
+        return combine(grouped_int4(inner, down, pairs, 0), pairs, weights, shared)
+    scaled = isinstance(gate_up, QuantWeight)
+    rows: torch.Tensor | QuantRows = x
+    if scaled:
+        rows = quantise_launch.quantise(x) if quantised is None else quantised
+    hidden = grouped_linear(rows, gate_up, pairs, ids.shape[1])
+    inside: torch.Tensor | QuantRows
+    if scaled:
+        inside = swiglu_launch.swiglu_parts_quantised(hidden, count)
+    else:
+        inside = swiglu_launch.swiglu_parts(hidden, count)
+    assert not isinstance(down, Int4Weight)
+    return combine(grouped_linear(inside, down, pairs, 0), pairs, weights, shared)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""(row, expert) pairs in expert order, and the tiles that a grouped product works through.
+
+One program an expert scans all pairs, so nothing is exchanged between programs and the order is
+stable: within an expert, pairs ascend.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_pairs(
+    ids,
+    order,
+    place,
+    offsets,
+    tile_expert,
+    tile_begin,
+    tile_count,
+    pairs,
+    first,
+    LOCAL: tl.constexpr,
+    BINS: tl.constexpr,
+    BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program e < LOCAL places the pairs of expert first + e, program LOCAL those of no local one.
+
+    ids [pairs] int64; order [pairs] int32, pairs by expert; place [pairs] int32, the inverse, -1
+    for other ranks' experts; offsets [LOCAL + 1] int32 into `order`; tile_expert, tile_begin:
+    BM rows of `order` each, an expert's last one shorter; tile_count [1]. BINS > LOCAL.
+    """
+    mine = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, pairs, BLOCK):
+        pair = start + lane
+        expert = _local(tl.load(ids + pair, mask=pair < pairs, other=-1), first, LOCAL)
+        counts += tl.histogram(expert, BINS)  # bin LOCAL: pairs of other ranks, and none
+    counts = tl.where(bins < LOCAL, counts, 0)
+    base = tl.sum(tl.where(bins < mine, counts, 0), 0)
+    heights = (counts + BM - 1) // BM
+    tile = tl.sum(tl.where(bins < mine, heights, 0), 0)
+    tl.store(offsets + mine, base)
+    if mine == LOCAL:
+        tl.store(tile_count, tile)
+    else:
+        height = tl.sum(tl.where(bins == mine, heights, 0), 0)
+        for step in range(height):
+            tl.store(tile_expert + tile + step, mine)
+            tl.store(tile_begin + tile + step, base + step * BM)
+    for start in range(0, pairs, BLOCK):
+        pair = start + lane
+        inside = pair < pairs
+        expert = _local(tl.load(ids + pair, mask=inside, other=-1), first, LOCAL)
+        chosen = (expert == mine) & inside
+        if mine == LOCAL:
+            tl.store(place + pair, -1, mask=chosen)
+        else:
+            ones = chosen.to(tl.int32)
+            at = base + tl.cumsum(ones, 0) - ones
+            tl.store(order + at, pair, mask=chosen)
+            tl.store(place + pair, at, mask=chosen)
+            base += tl.sum(ones, 0)
+
+
+@triton.jit
+def _local(ids, first, LOCAL: tl.constexpr):
+    """Expert ids to local numbers; LOCAL stands for every expert that is not here."""
+    local = ids.to(tl.int32) - first
+    return tl.where((local >= 0) & (local < LOCAL), local, LOCAL)

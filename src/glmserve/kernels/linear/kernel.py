@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with a [N, K] weight, bf16 or block-fp8, for few rows and for many.
+
+K is cut into chunks whose number depends on the weight alone. A chunk is summed front to back, the
+chunks are added in order: whether one program does all of them or each has its own, and whatever
+else is in the step, a row's result has the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from ..triton_common import dot, to_bf16
+
+SCALE_BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def chunk_product(
+    x,
+    x_scales,
+    x_scale_stride,
+    weight,
+    weight_scales,
+    begin,
+    end,
+    real,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Sum over the K blocks [begin, end) of weight tile times row tile, [BN, BM] fp32.
+
+    Weights lie on the matrix unit's long side, rows on its short one (swap-AB). x and x_scales are
+    pointer tiles [BM, BK] and [BM] at block 0, weight a pointer tile [BN, BK], weight_scales the
+    tile's line. real [BM]: rows that exist; the others read zeros.
+    """
+    acc = tl.zeros([BN, BM], tl.float32)
+    if SCALED:
+        # Scales come one block ahead: their load must not sit between a product and its use.
+        scale = tl.load(weight_scales + begin) * tl.load(
+            x_scales + begin * x_scale_stride, mask=real, other=0.0
+        )
+        for block in tl.range(begin, end, num_stages=STAGES):
+            w_tile = tl.load(weight + block * BK)
+            x_tile = tl.load(x + block * BK, mask=real[:, None], other=0.0)
+            after = tl.minimum(block + 1, end - 1)
+            next_scale = tl.load(weight_scales + after) * tl.load(
+                x_scales + after * x_scale_stride, mask=real, other=0.0
+            )
+            acc += tl.dot(w_tile, x_tile.T) * scale[None, :]
+            scale = next_scale
+    else:
+        for block in tl.range(begin, end, num_stages=STAGES):
+            w_tile = tl.load(weight + block * BK)
+            x_tile = tl.load(x + block * BK, mask=real[:, None], other=0.0)
+            acc = dot(w_tile, x_tile.T, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    partial,
+    tickets,
+    out,
+    rows,
+    width,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out [rows, width] = x [rows, K] weight [width, K]^T; program (tile and chunk, block of rows).
+
+    SPLIT: each chunk has its own program; the last to finish a tile (a ticket tells) adds the
+    chunks in order from `partial` [row blocks, CHUNKS, BM, tiles * BN] fp32 and sets the ticket
+    back to 0. `tickets` [row blocks * tiles] int32 are 0 before the first launch.
+    """
+    BLOCKS: tl.constexpr = K // BK
+    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    WAYS: tl.constexpr = CHUNKS if SPLIT else 1
+    tile = tl.program_id(0) // WAYS
+    tiles = tl.num_programs(0) // WAYS
+    row_block = tl.program_id(1)
+    n = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    row = row_block * BM + m
+    real = row < rows
+    safe = tl.minimum(row, rows - 1).to(tl.int64)
+    k = tl.arange(0, BK)
+    x_tile = x + safe[:, None] * K + k[None, :]
+    w_tile = weight + tl.minimum(n, width - 1)[:, None].to(tl.int64) * K + k[None, :]
+    w_line = weight_scales + (tile * BN // SCALE_BLOCK) * BLOCKS
+    store = real[None, :] & (n[:, None] < width)
+    target = out + safe[None, :] * width + n[:, None]
+    if SPLIT:
+        chunk = tl.program_id(0) % WAYS
+        begin = chunk * PER
+        acc = chunk_product(
+            x_tile, x_scales + safe, rows, w_tile, w_line, begin, tl.minimum(begin + PER, BLOCKS),
+            real, BN, BM, BK, SCALED, STAGES,
+        )  # fmt: skip
+        plane = BM * tiles * BN
+        mine = partial + row_block * CHUNKS * plane + m[None, :] * (tiles * BN) + n[:, None]
+        tl.store(mine + chunk * plane, acc, mask=real[None, :])
+        tl.debug_barrier()  # every thread's partials before the ticket
+        ticket = tl.atomic_add(tickets + row_block * tiles + tile, 1, sem="acq_rel")
+        if ticket == CHUNKS - 1:
+            tl.store(tickets + row_block * tiles + tile, 0)
+            total = tl.load(mine, mask=real[None, :], other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, CHUNKS):
+                total += tl.load(
+                    mine + other * plane, mask=real[None, :], other=0.0, cache_modifier=".cg"
+                )
+            _store(target, total, store)
+    else:
+        total = chunk_product(
+            x_tile, x_scales + safe, rows, w_tile, w_line, 0, min(PER, BLOCKS),
+            real, BN, BM, BK, SCALED, STAGES,
+        )  # fmt: skip
+        for chunk in tl.range(1, CHUNKS):
+            total += chunk_product(
+                x_tile, x_scales + safe, rows, w_tile, w_line, chunk * PER,
+                tl.minimum(chunk * PER + PER, BLOCKS), real, BN, BM, BK, SCALED, STAGES,
+            )  # fmt: skip
+        _store(target, total, store)
+
+
+@triton.jit
+def _store(target, value, mask):
+    if target.dtype.element_ty == tl.bfloat16:
+        tl.store(target, to_bf16(value), mask=mask)
+    else:
+        tl.store(target, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def many_rows(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    out,
+    rows,
+    width,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The same product with one program for each [BM, BN] tile; x and weight are descriptors.
+
+    Programs walk down bands of BAND row tiles, so that a band's rows stay in L2 while the weight
+    passes once.
+    """
+    BLOCKS: tl.constexpr = K // BK
+    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    row_tile, tile = band_order(tl.program_id(0), tl.cdiv(rows, BM), tl.cdiv(width, BN), BAND)
+    m0 = row_tile * BM
+    n0 = tile * BN
+    row = m0 + tl.arange(0, BM)
+    n = n0 + tl.arange(0, BN)
+    real = row < rows
+    acc = tl.zeros([BM, BN], tl.float32)
+    total = tl.zeros([BM, BN], tl.float32)
+    if SCALED:
+        x_line = x_scales + tl.minimum(row, rows - 1)
+        w_line = weight_scales + (n0 // SCALE_BLOCK) * BLOCKS
+    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+        x_tile = x.load([m0, block * BK])
+        w_tile = weight.load([n0, block * BK])
+        if SCALED:
+            scale = tl.load(x_line + block * rows) * tl.load(w_line + block)
+            acc += tl.dot(x_tile, w_tile.T) * scale[:, None]
+        else:
+            acc = dot(x_tile, w_tile.T, acc)
+        if CHUNKS > 1:
+            if block % PER == PER - 1:
+                total += acc
+                acc = tl.zeros([BM, BN], tl.float32)
+    if CHUNKS > 1:
+        # An empty last chunk adds zeros, as it does in the split form.
+        acc = total + acc
+    target = out + row[:, None].to(tl.int64) * width + n[None, :]
+    _store(target, acc, real[:, None] & (n[None, :] < width))
+
+
+@triton.jit
+def band_order(program, row_tiles, tiles, BAND: tl.constexpr):
+    """(row tile, column tile) of a program that walks bands of BAND row tiles."""
+    band = program // (BAND * tiles)
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    inside = program - band * BAND * tiles
+    return band * BAND + inside % height, inside // height

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of the products: which kernel and tiles a weight's shape and a number of rows get.
+
+The number of K chunks is chosen by the weight's shape alone (`configs.json`, else a rule): it fixes
+the order of a sum. Everything else (tile sizes, one program a chunk or one for all) may follow the
+number of rows, because it does not change a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..quantise.reference import QuantRows
+from . import kernel
+from .reference import QuantWeight
+
+FEW = 64  # rows up to which the swap-AB kernel is used
+_SPLIT_ROWS = 64  # rows up to which each chunk may have its own program
+_WAVE = 264  # programs that fill the card twice
+_PARTIAL_FLOATS = 4 << 20
+_TICKETS = 1 << 14
+
+
+class Plan(NamedTuple):
+    """What a weight's shape decides."""
+
+    chunks: int
+    block_k: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """What the number of rows decides."""
+
+    block_n: int
+    block_m: int
+    split: bool
+
+
+@functools.cache
+def _configs() -> dict[str, dict[str, int]]:
+    text = (Path(__file__).parent / "configs.json").read_text(encoding="utf-8")
+    configs: dict[str, dict[str, int]] = json.loads(text)["weights"]
+    return configs
+
+
+@functools.cache
+def plan(width: int, depth: int, scaled: bool) -> Plan:
+    """The plan of a [width, depth] weight, depth a multiple of 64 (128 when scaled)."""
+    block = 128 if depth % 128 == 0 else 64
+    assert depth % block == 0 and not (scaled and block == 64), depth
+    kind = "fp8" if scaled else "bf16"
+    tuned = _configs().get(f"{kind}:{width}x{depth}")
+    if tuned is not None:
+        return Plan(tuned["chunks"], block, tuned["stages"])
+    return Plan(_chunks(-(-width // 64), depth // block), block, 5)
+
+
+def _chunks(tiles: int, blocks: int) -> int:
+    """The largest divisor of `blocks` that keeps the programs within two waves and a chunk at
+    three blocks or more; narrow sums over wide weights stay whole."""
+    if tiles >= 64 and blocks <= 16:
+        return 1
+    fitting = [c for c in range(1, blocks + 1) if blocks % c == 0 and blocks // c >= 3]
+    return max((c for c in fitting if c * tiles <= _WAVE and c <= 16), default=1)
+
+
+def tiles(rows: int, width: int, chunks: int) -> Tiles:
+    """Tiles of the few-row kernel."""
+    block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
+    row_blocks = -(-rows // block_m)
+    programs = -(-width // 64) * row_blocks
+    fits = programs <= _TICKETS and programs * chunks * 64 * block_m <= _PARTIAL_FLOATS
+    split = chunks > 1 and rows <= _SPLIT_ROWS and fits
+    return Tiles(64, block_m, split)
+
+
+@functools.cache
+def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(partial sums, tickets) of a device: allocated once, used by one stream at a time."""
+    partial = torch.empty(_PARTIAL_FLOATS, dtype=torch.float32, device=device)
+    return partial, torch.zeros(_TICKETS, dtype=torch.int32, device=device)
+
+
+def unserved(depth: int, dtype: torch.dtype, scaled: bool = False) -> dict[str, object]:
+    """Why no kernel takes rows of `depth` columns in `dtype` against such a weight."""
+    reasons: dict[str, object] = {}
+    if depth % (128 if scaled else 64):
+        reasons["input width"] = depth
+    if dtype != torch.bfloat16:
+        reasons["dtype"] = dtype
+    return reasons
+
+
+def linear(
+    x: torch.Tensor | QuantRows, weight: torch.Tensor | QuantWeight, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """x [R, K] times weight [N, K] transposed, [R, N] in `out_dtype` (bf16 or fp32)."""
+    values, scales = x if isinstance(x, QuantRows) else (x, x)
+    w_values, w_scales = weight if isinstance(weight, QuantWeight) else (weight, weight)
+    scaled = isinstance(weight, QuantWeight)
+    rows, depth = values.shape
+    width = w_values.shape[0]
+    shape = plan(width, depth, scaled)
+    out = torch.empty(rows, width, dtype=out_dtype, device=values.device)
+    if rows <= FEW:
+        _few(values, scales, w_values, w_scales, out, shape, scaled)
+    else:
+        _many(values, scales, w_values, w_scales, out, shape, scaled)
+    return out
+
+
+def _few(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    w_scales: torch.Tensor,
+    out: torch.Tensor,
+    shape: Plan,
+    scaled: bool,
+) -> None:
+    rows, width = out.shape
+    tile = tiles(rows, width, shape.chunks)
+    partial, tickets = workspace(x.device)
+    ways = shape.chunks if tile.split else 1
+    # A stage holds a weight tile and a row tile; about 200 KB of them fit.
+    bytes_a_stage = (tile.block_n + tile.block_m) * shape.block_k * weight.element_size()
+    stages = max(2, min(shape.stages, 200_000 // bytes_a_stage))
+    grid = (-(-width // tile.block_n) * ways, -(-rows // tile.block_m))
+    kernel.few_rows[grid](
+        x, x_scales, weight, w_scales, partial, tickets, out, rows, width, x.shape[1],
+        tile.block_n, tile.block_m, shape.block_k, shape.chunks, tile.split, scaled, stages,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _many(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    w_scales: torch.Tensor,
+    out: torch.Tensor,
+    shape: Plan,
+    scaled: bool,
+) -> None:
+    rows, width = out.shape
+    block_m, block_n = 128, 128
+    # The split form's blocks are 128 wide in either dtype; bf16 tiles are halved to fit.
+    block_k = shape.block_k
+    stages = 4 if scaled else 3
+    x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
+    w_desc = TensorDescriptor.from_tensor(weight, [block_n, block_k])
+    grid = (-(-rows // block_m) * -(-width // block_n),)
+    kernel.many_rows[grid](
+        x_desc, x_scales, w_desc, w_scales, out, rows, width, x.shape[1],
+        block_m, block_n, block_k, shape.chunks, scaled, 16, stages,
+        num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""1x128 quantisation of rows, and the tile function that other operators end with."""
+
+import triton
+import triton.language as tl
+
+from ..triton_common import divide, to_e4m3
+
+GROUP = tl.constexpr(128)
+
+
+@triton.jit
+def quantise_groups(tile):
+    """[G, 128] fp32 -> (e4m3 [G, 128], scales [G] fp32)."""
+    scales = tl.maximum(divide(tl.max(tl.abs(tile), 1), 448.0), 1e-30)
+    return to_e4m3(divide(tile, tl.broadcast_to(scales[:, None], tile.shape))), scales
+
+
+@triton.jit
+def quantise_rows(x, values, scales, rows, groups, BLOCK: tl.constexpr):
+    """Program (r, b): groups [b * BLOCK, (b + 1) * BLOCK) of row r."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row * groups * GROUP + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = group < groups
+    tile = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    quantised, scale = quantise_groups(tile)
+    tl.store(values + at, quantised, mask=inside[:, None])
+    tl.store(scales + group * rows + row, scale, mask=inside)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of the norms."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ..quantise.launch import empty_rows
+from ..quantise.reference import GROUP, QuantRows
+from . import kernel
+
+
+def unserved(dtype: torch.dtype, x_dtype: torch.dtype) -> dict[str, object]:
+    """Why no kernel takes a residual in `dtype` and rows in `x_dtype`."""
+    reasons: dict[str, object] = {}
+    if dtype != torch.bfloat16:
+        reasons["dtype"] = dtype
+    if x_dtype not in (torch.bfloat16, torch.float32):
+        reasons["rows"] = x_dtype
+    return reasons
+
+
+def residual_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    quantised: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, QuantRows | None]:
+    """(normed, x + residual or None, normed in fp8 or None); all [R, D]."""
+    rows, width = x.shape
+    normed = torch.empty(rows, width, dtype=weight.dtype, device=x.device)
+    total = None if residual is None else torch.empty_like(residual)
+    rows8 = empty_rows(rows, width, x.device) if quantised else None
+    groups = triton.next_power_of_2(-(-width // GROUP))
+    kernel.residual_norm_rows[(rows,)](
+        x, x if residual is None else residual, weight, normed, normed if total is None else total,
+        normed if rows8 is None else rows8.values, weight if rows8 is None else rows8.scales,
+        rows, width, eps, residual is not None, quantised, groups,
+        num_warps=8 if groups >= 32 else 4,
+    )  # fmt: skip
+    return normed, total, rows8

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router scores as split-K partial sums, and the choice of experts of one row a program."""
+
+import triton
+import triton.language as tl
+
+from ..linear.kernel import chunk_product
+
+
+@triton.jit(do_not_specialize=["rows"])
+def score_parts(
+    x,
+    gate,
+    parts,
+    rows,
+    experts,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """parts [CHUNKS, rows, experts] fp32: chunk c of x [rows, K] gate [experts, K]^T.
+
+    bf16 rows times a bf16 gate have exact products, so the matrix unit's fp32 sum is an fp32
+    product. WIDE: the gate is fp32 and so are the multiplications.
+    """
+    BLOCKS: tl.constexpr = K // BK
+    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    chunk = tl.program_id(0) % CHUNKS
+    n = tl.program_id(0) // CHUNKS * BN + tl.arange(0, BN)
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    real = row < rows
+    k = tl.arange(0, BK)
+    x_tile = x + tl.minimum(row, rows - 1)[:, None].to(tl.int64) * K + k[None, :]
+    g_tile = gate + tl.minimum(n, experts - 1)[:, None] * K + k[None, :]
+    begin = chunk * PER
+    end = tl.minimum(begin + PER, BLOCKS)
+    if WIDE:
+        acc = tl.zeros([BN, BM], tl.float32)
+        for block in tl.range(begin, end):
+            rows_tile = tl.load(x_tile + block * BK).to(tl.float32)
+            acc += tl.dot(tl.load(g_tile + block * BK), rows_tile.T, input_precision="ieee")
+    else:
+        acc = chunk_product(
+            x_tile, x, 0, g_tile, gate, begin, end, real, BN, BM, BK, False, 3
+        )  # fmt: skip
+    target = parts + (chunk * rows + row[None, :]).to(tl.int64) * experts + n[:, None]
+    tl.store(target, acc, mask=real[None, :] & (n[:, None] < experts))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def choose_experts(
+    parts,
+    bias,
+    ids,
+    weights,
+    rows,
+    experts,
+    scale,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ids [rows, TOP_K] int64 ascending, weights [rows, TOP_K] fp32, of the summed parts."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    inside = expert < experts
+    line = parts + row * experts + expert
+    score = tl.load(line, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        score += tl.load(line + part * (rows.to(tl.int64) * experts), mask=inside, other=0.0)
+    p = tl.sigmoid(score)
+    rank = tl.where(inside, p + tl.load(bias + expert, mask=inside, other=0.0), float("-inf"))
+    taken = expert < 0
+    for _ in tl.static_range(TOP_K):
+        best = tl.max(rank, 0)
+        lowest = tl.min(tl.where((rank == best) & inside & (taken == 0), expert, BLOCK), 0)
+        taken = taken | (expert == lowest)
+        rank = tl.where(taken, float("-inf"), rank)
+    total = tl.sum(tl.where(taken, p, 0.0), 0) + 1e-20
+    ones = taken.to(tl.int32)
+    slot = row * TOP_K + tl.cumsum(ones, 0) - ones
+    tl.store(ids + slot, expert.to(tl.int64), mask=taken)
+    tl.store(weights + slot, p / total * scale, mask=taken)

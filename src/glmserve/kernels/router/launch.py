@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of the router."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..linear import kernel as linear_kernel
+from . import kernel
+
+_SPLIT_ROWS = 256  # above, one program sums all chunks of its tile
+
+
+def chunks_of(depth: int, block: int) -> int:
+    """K chunks: two or more blocks each, at most 24 (GLM's 48 blocks of 128)."""
+    blocks = depth // block
+    return max(c for c in range(1, 25) if blocks % c == 0 and (blocks // c >= 2 or c == 1))
+
+
+def unserved(x: torch.Tensor, bias: torch.Tensor) -> dict[str, object]:
+    """Why no kernel routes these rows."""
+    reasons: dict[str, object] = {}
+    if x.dtype != torch.bfloat16 or bias.dtype != torch.float32:
+        reasons["dtype"] = (x.dtype, bias.dtype)
+    if x.shape[1] % 64:
+        reasons["input width"] = x.shape[1]
+    return reasons
+
+
+def route(
+    x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, depth = x.shape
+    experts = gate.shape[0]
+    wide = gate.dtype == torch.float32
+    block_k = 32 if wide else 64 if depth % 128 else 128
+    chunks = chunks_of(depth, block_k)
+    if wide or rows <= _SPLIT_ROWS:
+        parts = torch.empty(chunks, rows, experts, dtype=torch.float32, device=x.device)
+        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        kernel.score_parts[(-(-experts // 64) * chunks, -(-rows // block_m))](
+            x, gate, parts, rows, experts, depth, 64, block_m, block_k, chunks, wide, num_warps=4
+        )  # fmt: skip
+    else:
+        parts = torch.empty(1, rows, experts, dtype=torch.float32, device=x.device)
+        x_desc = TensorDescriptor.from_tensor(x, [128, block_k])
+        g_desc = TensorDescriptor.from_tensor(gate, [128, block_k])
+        linear_kernel.many_rows[(-(-rows // 128) * -(-experts // 128),)](
+            x_desc, x, g_desc, gate, parts, rows, experts, depth, 128, 128, block_k, chunks,
+            False, 16, 3, num_warps=8,
+        )  # fmt: skip
+    ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
+    kernel.choose_experts[(rows,)](
+        parts, bias, ids, weights, rows, experts, scale, top_k, parts.shape[0],
+        triton.next_power_of_2(experts), num_warps=2,
+    )  # fmt: skip
+    return ids, weights
