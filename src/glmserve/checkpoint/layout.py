@@ -11,8 +11,8 @@ import enum
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
