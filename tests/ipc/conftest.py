@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test of this room must leave no process and no named shared memory."""
+"""Every test of this room must leave no process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ipc.processes import nothing_left_behind
+from tests.ipc.processes import no_process_left_behind
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    with nothing_left_behind():
+def _no_process_left_behind() -> Iterator[None]:
+    with no_process_left_behind():
         yield

@@ -74,7 +74,7 @@ def test_death_is_reported_at_once_and_names_the_signal() -> None:
     assert child.alive()
     assert child.wait(0) is None
     child.signal(signal.SIGKILL)
-    assert ended.wait(1)
+    assert ended.wait(5)
     assert child.describe_exit() == "signal 9"
     child.signal(signal.SIGKILL)  # the pid is free by now: nothing is sent
 
@@ -96,7 +96,7 @@ def test_closing_the_heartbeat_ends_the_child() -> None:
     wait_until(printed(child, "watching"), 10, "the child watches")
     begin = time.monotonic()
     terminate([child], grace=5)
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 4.0
     assert child.describe_exit() == "exit code 0"
 
 
@@ -140,7 +140,7 @@ def test_kill_9_of_the_parent_leaves_no_child(kind: str) -> None:
     assert not any(map(gone, pids))
     parent.kill()
     parent.wait()
-    wait_until(lambda: all(map(gone, pids)), 2.0, "all children are gone")
+    wait_until(lambda: all(map(gone, pids)), 5.0, "all children are gone")
     parent.stdin.close()
     parent.stdout.close()
 

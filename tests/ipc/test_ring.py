@@ -64,7 +64,7 @@ def test_send_waits_for_the_slowest_reader() -> None:
         time.sleep(0.05)
         assert not sending.done()
         assert slow.recv(1) == b"\x00" * 500
-        sending.result(1)
+        sending.result(5)
     assert [slow.recv(0)[:1] for _ in range(2)] == [b"\x01", b"y"]  # the send that timed out left
     assert fast.recv(0)[:1] == b"y"  # nothing behind
     close(writer, fast, slow)
@@ -116,7 +116,7 @@ def test_abort_from_any_end_fails_all_ends(aborter: str) -> None:
         (writer if aborter == "writer" else readers[1]).abort()
         for waiting in (sending, receiving):
             with pytest.raises(Aborted):
-                waiting.result(1)
+                waiting.result(5)
     for call in (lambda: writer.send(b"z"), readers[0].recv, readers[1].recv):
         with pytest.raises(Aborted):
             call()

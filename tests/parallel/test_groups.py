@@ -17,9 +17,11 @@ from glmserve import env
 from glmserve.config import EngineConfig, cuda_devices
 from glmserve.errors import EngineError
 from glmserve.parallel.launcher import RankLauncher
-from tests.ipc.processes import environment_of, gone, wait_until
+from tests.ipc.processes import environment_of, gone, mappings_of, wait_until
 from tests.parallel.group_program import digest, rank_input
 
+# It takes 0.2 s; a busy machine must not fail the test, and a wait that hung would last 60 s.
+SOON = 5.0
 PROGRAM = Path(__file__).with_name("group_program.py")
 NCCL = [pytest.mark.gpu, pytest.mark.skipif(cuda_devices() < 2, reason="needs two GPUs")]
 KINDS = [
@@ -47,6 +49,7 @@ class Ranks:
     """Running ranks of one kind of group."""
 
     def __init__(self, collectives: str, size: int) -> None:
+        self.collectives = collectives
         self.size = size
         config = EngineConfig(
             checkpoint="none",
@@ -139,6 +142,15 @@ def test_every_rank_runs_without_multicast(ranks: Ranks) -> None:
         assert environment["OMP_NUM_THREADS"] == "1"
 
 
+def test_ranks_share_memory_that_has_no_name(ranks: Ranks) -> None:
+    for pid in ranks.launcher.pids:
+        mapped = mappings_of(pid)
+        assert "/memfd:glmserve-plans (deleted)" in mapped
+        if ranks.size > 1 and ranks.collectives == "shm":
+            assert "/memfd:glmserve-group (deleted)" in mapped
+        assert not [name for name in mapped if name.startswith("/dev/shm")]
+
+
 def test_killing_the_last_rank_ends_everybodys_waits(ranks: Ranks) -> None:  # last: it ends them
     launcher, last = ranks.launcher, ranks.size - 1
     launcher.send(json.dumps([{"do": "block", "shape": [9], "dtype": "float32"}]).encode())
@@ -146,8 +158,8 @@ def test_killing_the_last_rank_ends_everybodys_waits(ranks: Ranks) -> None:  # l
         launcher.recv(0.3)
     launcher.children[last].signal(signal.SIGKILL)
     with pytest.raises(EngineError, match=rf"^rank {last} died \(signal 9\)$"):
-        launcher.recv(1.0)
-    wait_until(lambda: all(map(gone, launcher.pids)), 1.0, "every rank has ended")
+        launcher.recv(SOON)
+    wait_until(lambda: all(map(gone, launcher.pids)), SOON, "every rank has ended")
     assert launcher.failure == f"rank {last} died (signal 9)"
     with pytest.raises(EngineError, match=f"rank {last}"):
         launcher.send(b"more")
