@@ -81,6 +81,21 @@ def test_index_logits_in_small_parts_equal_one_part(monkeypatch: pytest.MonkeyPa
     assert_close("logits", whole, index_logits(*call), "operator_fp64")
 
 
+def test_a_short_sequence_beside_a_long_one_needs_no_pages_for_its_length() -> None:
+    draw = Draw()
+    table = torch.tensor([[3, 0, 1], [2, -1, -1]], dtype=torch.int32)
+    cache = draw.normal(4 * PAGE, 6, dtype=torch.float64)
+    query = draw.normal(2, 2, 6, dtype=torch.float64)
+    weights = draw.normal(2, 2, dtype=torch.float64)
+    last = torch.tensor([20, 4])
+    both = index_logits(query, weights, cache, table, torch.tensor([0, 1]), last, 0, PAGE, 21)
+    alone = index_logits(
+        query[1:], weights[1:], cache, table, torch.tensor([1]), last[1:], 0, PAGE, 5
+    )
+    assert_close("short", alone[0], both[1, :5], "operator_fp64")
+    assert both[1, 5:].isneginf().all()
+
+
 def test_topk_ties_go_to_the_lower_position() -> None:
     inf = math.inf
     logits = torch.tensor(

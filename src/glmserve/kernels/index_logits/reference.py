@@ -25,18 +25,27 @@ def index_logits(
     paged = index_cache.view(-1, page_size, dim)
     logits = head_weights.new_full((rows, max_context), -torch.inf)
     for run in _runs_of_equal_length(row_seq):  # [n, q] row numbers: n sequences of q rows
-        context = int(last[run].max()) + 1
+        ends = last[run]
+        context = int(ends.max()) + 1
         positions = torch.arange(context, dtype=torch.int32, device=query.device)
         step_n = max(1, _MAX_SCORES // (run.shape[1] * heads * context))
         step_q = max(1, _MAX_SCORES // (heads * context))
-        for sequences in torch.split(run, step_n):
-            pages = page_table[row_seq[sequences[:, 0]], : -(-context // page_size)]
-            keys = paged.index_select(0, pages.flatten()).view(len(pages), -1, dim)[:, :context]
+        for part, part_ends in zip(
+            torch.split(run, step_n), torch.split(ends, step_n), strict=True
+        ):
+            pages = page_table[row_seq[part[:, 0]], : -(-context // page_size)]
+            # A shorter sequence has no page there; what is read instead is hidden below.
+            pages = pages.clamp_min(0).flatten()
+            keys = paged.index_select(0, pages).view(len(part), -1, dim)[:, :context]
             keys = keys.to(head_weights.dtype).transpose(1, 2)  # [n, Di, context]
-            for part in torch.split(sequences, step_q, dim=1):
-                scores = _scores(query[part], head_weights[part], keys)
-                hidden = (positions > last[part][..., None]) | (positions < first)
-                logits[part, :context] = scores.masked_fill_(hidden, -torch.inf)
+            columns = zip(
+                torch.split(part, step_q, dim=1), torch.split(part_ends, step_q, dim=1), strict=True
+            )
+            for queries, seen in columns:
+                scores = _scores(query[queries], head_weights[queries], keys)
+                scores.masked_fill_(positions > seen[..., None], -torch.inf)
+                logits[queries, :context] = scores
+    logits[:, :first] = -torch.inf
     return logits
 
 
