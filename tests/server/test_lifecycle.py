@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -87,6 +88,18 @@ def test_a_killed_tritonserver_ends_the_command_with_its_reason(checkpoint: Path
         assert server.process.wait(timeout=15.0) == 1
         assert "signal 9" in server.log_text
         server.check_nothing_left()
+
+
+def test_a_killed_command_takes_every_process_with_it(checkpoint: Path) -> None:
+    with _server(checkpoint) as server:
+        runtime_dir = server.runtime_dir()
+        server.process.kill()
+        server.process.wait(timeout=5.0)
+        wait_until(lambda: not any(p.alive() for p in server.family), 10.0, "nothing survives")
+    # Nobody is left to remove these.
+    for region in Path("/dev/shm").glob(f"glmserve-{server.process.pid}-*"):
+        region.unlink()
+    shutil.rmtree(runtime_dir)
 
 
 def test_a_busy_port_is_named() -> None:

@@ -69,16 +69,12 @@ def prepare(cache: Path | None = None) -> ServerBinaries:
     key = hashlib.sha256(f"{site}|{sys.base_prefix}|{minor}".encode()).hexdigest()[:12]
     root = cache or Path(env.CACHE_DIR.get() or "~/.cache/glmserve").expanduser()
     tree = root / f"tritonserver-{version}-py{minor}-{key}"
-    binaries = ServerBinaries(
-        executable=tree / "pytriton" / "tritonserver" / "bin" / "tritonserver",
-        backends=tree / "pytriton" / "tritonserver" / "backends",
-        library_path=(tree / "nvidia_pytriton.libs", Path(sys.base_prefix) / "lib"),
-    )
     if not tree.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
         try:
             _build_tree(building, site, stub)
+            _check_libraries(_binaries(building))
             try:
                 building.rename(tree)
             except OSError:  # another process was first: its tree is the same
@@ -86,8 +82,15 @@ def prepare(cache: Path | None = None) -> ServerBinaries:
                     raise
         finally:
             shutil.rmtree(building, ignore_errors=True)
-        _check_libraries(binaries)
-    return binaries
+    return _binaries(tree)
+
+
+def _binaries(tree: Path) -> ServerBinaries:
+    return ServerBinaries(
+        executable=tree / "pytriton" / "tritonserver" / "bin" / "tritonserver",
+        backends=tree / "pytriton" / "tritonserver" / "backends",
+        library_path=(tree / "nvidia_pytriton.libs", Path(sys.base_prefix) / "lib"),
+    )
 
 
 def _wheel_site() -> Path:
@@ -135,7 +138,7 @@ def _copy_executable(source: Path, target: Path) -> None:
 
 
 def _check_libraries(binaries: ServerBinaries) -> None:
-    """Asks the dynamic loader what it cannot find; the tree is removed again when it lacks one."""
+    """Asks the dynamic loader what it cannot find."""
     stub = binaries.backends / "python" / "triton_python_backend_stub"
     for program in (binaries.executable, stub):
         trace = binaries.environment(dict(os.environ)) | {"LD_TRACE_LOADED_OBJECTS": "1"}
@@ -145,8 +148,6 @@ def _check_libraries(binaries: ServerBinaries) -> None:
         missing = [line.split()[0] for line in listing.stdout.splitlines() if "not found" in line]
         if not missing and listing.returncode == 0:
             continue
-        tree = binaries.backends.parents[2]
-        shutil.rmtree(tree, ignore_errors=True)
         hint = ""
         if any(name.startswith("libpython") for name in missing):
             hint = (

@@ -86,10 +86,12 @@ class RelayServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the thread and removes the socket."""
+        """Stops the thread; removes the socket, and the directory when nothing else is in it."""
         self._wake_writer.close()
         self._thread.join(timeout=5.0)
         self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.parent.rmdir()
 
     def _serve(self) -> None:
         while True:
