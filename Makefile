@@ -7,11 +7,11 @@ ARGS ?=
 TESTS ?= tests
 # Tests that start processes share one of the two workers (see tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
-SHELL_SCRIPTS := scripts/install.sh docker/entrypoint.sh .ci/run
+SHELL_SCRIPTS := .ci/run $(shell find scripts docker bench -name '*.sh')
 MODELS := $(wildcard model_repository/*/1/model.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-slow test-gpu lint format clean
+.PHONY: help setup serve test test-slow test-gpu bench-kernels lint format clean
 
 help:
 	@echo 'make setup        make $(VENV) with everything (serve and test do it themselves)'
@@ -19,6 +19,7 @@ help:
 	@echo 'make test         the tests that take minutes; TESTS=path, ARGS="-k name"'
 	@echo 'make test-slow    the rest; CI runs it too'
 	@echo 'make test-gpu     the tests that need an NVIDIA GPU'
+	@echo 'make bench-kernels  check and time the operators on this GPU'
 	@echo 'make lint         ruff, mypy --strict, shellcheck'
 	@echo 'make format       apply ruff fixes and formatting'
 	@echo 'make clean        remove caches and build output, not $(VENV)'
@@ -40,6 +41,9 @@ test-slow: setup
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu $(TESTS) $(ARGS)
+
+bench-kernels: setup
+	$(BIN)/python bench/kernels.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -30,7 +30,9 @@ class GenerationConfig:
         ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
         if not all(isinstance(token, int) and token >= 0 for token in ids):
             raise ConfigError("generation_config.eos_token_id", eos, "must be token ids")
-        known = {key: values[key] for key in ("temperature", "top_p", "top_k") if key in values}
+        known: dict[str, Any] = {
+            key: values[key] for key in ("temperature", "top_p", "top_k") if key in values
+        }
         if values.get("do_sample") is False:
             known["temperature"] = 0.0
         return cls(ids, SamplingParams.from_mapping(known))
