@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA kernels against the reference on odd selections, permuted slots and outlier rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glmserve.kernels.quant import pack_latent_rows, unpack_latent_rows
+from glmserve.kernels.sparse_mla import reference
+from glmserve.kernels.sparse_mla.kernel import sparse_mla, unserved
+
+SCALE = 256**-0.5
+
+
+def make(
+    device: torch.device, fp8: bool, heads: int, counts: list[int], k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query, cache, slots and the cache's values in fp32; row r uses counts[r] of its k places."""
+    slots = 700
+    latent = torch.randn(slots, 512) * torch.exp(torch.randn(slots, 1))
+    latent[::37] *= 50
+    latent[5] = 0
+    rope = torch.randn(slots, 64).bfloat16()
+    if fp8:
+        cache = pack_latent_rows(latent, rope)
+        values = unpack_latent_rows(cache)
+    else:
+        cache = torch.cat((latent.bfloat16(), rope), 1)
+        values = cache.float()
+    query = torch.randn(len(counts), heads, 576)
+    query[:, ::3] *= 0.1
+    query[0, 0, 7] = 30.0
+    picks = torch.full((len(counts), k), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        picks[row, :count] = torch.randperm(slots)[:count].int()
+    to = [x.to(device) for x in (query.bfloat16(), cache, picks, values)]
+    return to[0], to[1], to[2], to[3]
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("heads", "counts", "k"),
+    [(8, [1, 0, 300, 257], 300), (8, [64, 3], 64), (16, [70, 65], 70), (32, [5], 40)],
+    ids=["8 heads, leaves of all sizes", "8 heads, one leaf", "16 heads", "32 heads in two blocks"],
+)
+def test_matches_the_reference(
+    device: torch.device, fp8: bool, heads: int, counts: list[int], k: int
+) -> None:
+    query, cache, slots, values = make(device, fp8, heads, counts, k)
+    want = reference.sparse_mla(query.float(), values, slots.long(), 512, SCALE)
+    got = sparse_mla(query, cache, slots, SCALE)
+    assert got.dtype == torch.bfloat16
+    for row, count in enumerate(counts):
+        if count == 0:
+            assert not got[row].any()
+        else:
+            assert relative(got[row], want[row]) < 5e-3, row
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: torch.device, fp8: bool) -> None:
+    query, cache, slots, _ = make(device, fp8, 8, [270, 120], 270)
+    together = sparse_mla(query, cache, slots, SCALE)
+    for row in range(2):
+        one = slice(row, row + 1)
+        alone = sparse_mla(query[one].contiguous(), cache, slots[one].contiguous(), SCALE)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_the_longest_outlier_does_not_leave_f16_range(device: torch.device) -> None:
+    query, cache, slots, values = make(device, True, 8, [256], 256)
+    scales = cache[:, 512:528].contiguous().view(torch.float32)
+    factor = torch.where(torch.arange(len(cache), device=device) % 2 == 0, 1e4, 1e-2)[:, None]
+    cache[:, 512:528] = (scales * factor).view(torch.uint8)
+    values = unpack_latent_rows(cache)
+    query *= 1e-4  # keeps the softmax from being one token's
+    want = reference.sparse_mla(query.float(), values, slots.long(), 512, SCALE)
+    assert relative(sparse_mla(query, cache, slots, SCALE), want) < 5e-3
+
+
+def test_dimensions_that_the_kernel_does_not_serve_are_named() -> None:
+    query = torch.empty(1, 4, 576, dtype=torch.bfloat16)
+    assert unserved(query, torch.empty(64, 656, dtype=torch.uint8), 512) == {"heads": 4}
+    wrong = unserved(query.float()[:, :, :40].repeat(1, 2, 1), torch.empty(64, 40), 32)
+    assert set(wrong) == {"latent row", "query dtype", "cache row"}
