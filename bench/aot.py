@@ -129,7 +129,9 @@ def compile_module(name: str) -> tuple[list[dict[str, Any]], list[str]]:
         row["reason"] = getattr(module, "SPILLS", {}).get(row["kernel"])
         rows.append(row)
         if row["spill_bytes"] and not row["reason"]:
-            failures.append(f"{name}: {row['kernel']} {row['constants']}: {row['spill_bytes']} B spilt")
+            failures.append(
+                f"{name}: {row['kernel']} {row['constants']}: {row['spill_bytes']} B spilt"
+            )
         if row["shared_bytes"] > SHARED_LIMIT:
             failures.append(f"{name}: {row['kernel']}: {row['shared_bytes']} B of shared memory")
 

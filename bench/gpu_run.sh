@@ -6,7 +6,7 @@
 #   bench/gpu_run.sh DIRECTORY [operator ...]     results go to DIRECTORY
 # TESTS="path ..." also runs these with pytest where the machine has it; PYTHON picks the interpreter.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 out=$1
 shift
 python=${PYTHON:-python3}

@@ -121,7 +121,9 @@ def main() -> int:
             if time.monotonic() - started > arguments.seconds:
                 print("no time left for", case.operator, case.shape)
                 continue
-            row = attempt(f"{case.operator} {case.shape}", lambda c=case: measure(c, arguments.repeats))
+            row = attempt(
+                f"{case.operator} {case.shape}", lambda c=case: measure(c, arguments.repeats)
+            )
             gc.collect()
             if row is None:
                 continue

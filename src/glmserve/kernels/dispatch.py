@@ -8,8 +8,6 @@ and shape and remembered by their operators.
 
 from __future__ import annotations
 
-import torch
-
 _reference_allowed = False
 
 
