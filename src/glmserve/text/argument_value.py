@@ -88,7 +88,9 @@ def _number(word: str, integer: bool) -> str | None:
         return None if not integer or "e" in word.lower() else str(int(value))
     if integer:
         return str(int(value)) if value == value.to_integral_value() else None
-    return word if _JSON_NUMBER.fullmatch(word) else repr(float(word))
+    if _JSON_NUMBER.fullmatch(word):
+        return word
+    return str(int(word)) if word.lstrip("+-").isdigit() else repr(float(word))
 
 
 def _container(word: str, wanted: type[dict[str, Any]] | type[list[Any]]) -> str | None:

@@ -19,7 +19,7 @@ from glmserve.text.output_options import OutputOptions, StopOptions
 from glmserve.text.parse_text import ParsedAnswer, parse_text
 from glmserve.text.prompt import PromptBuilder, Renderer, callable_tools
 from glmserve.text.start_state import start_of_text
-from glmserve.text.template import ChatTemplate
+from glmserve.text.template import TemplateSource
 
 _REQUEST_FIELDS = (
     "messages",
@@ -81,7 +81,7 @@ def run_render(args: argparse.Namespace) -> int:
         return 0
     if not (args.checkpoint or args.template):
         raise InvalidInput("--checkpoint", None, "give this or --template")
-    template = ChatTemplate.from_checkpoint(args.checkpoint or ".", args.template)
+    template = TemplateSource.from_checkpoint(args.checkpoint or ".", args.template)
     sys.stdout.buffer.write(render_chat(template, chat).encode())
     return 0
 
@@ -131,7 +131,7 @@ def read_chat(source: str | bytes) -> ChatRequest:
     )
 
 
-def render_chat(template: ChatTemplate, chat: ChatRequest) -> str:
+def render_chat(template: TemplateSource, chat: ChatRequest) -> str:
     """The prompt of one request, rendered in a worker process as the server does."""
     renderer = Renderer(template, worker=True)
     try:

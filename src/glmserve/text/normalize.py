@@ -35,8 +35,9 @@ def _message(source: Mapping[str, Any], index: int) -> Message:
     if message["role"] == "developer":
         message["role"] = "system"
     message["content"] = _content(message.get("content", ""))
-    if "reasoning" in message:
-        message.setdefault("reasoning_content", message.pop("reasoning"))
+    reasoning = message.pop("reasoning", None)
+    if reasoning is not None:
+        message.setdefault("reasoning_content", reasoning)
     if isinstance(message.get("tool_call_id"), int):
         message["tool_call_id"] = str(message["tool_call_id"])
     calls = message.pop("tool_calls", None)

@@ -99,7 +99,7 @@ class OutputProcessor:
         if sink.hit is None and finish_reason is not None:
             self._text(self._detokenizer.flush())
             if self._parser is not None:
-                self._parser.finish()
+                self._parser.finish(cut=finish_reason != "stop")
             sink.finish()
         if sink.hit is not None:
             # The token that completed the match may lie behind tokens that were held as a call.

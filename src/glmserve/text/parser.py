@@ -20,6 +20,7 @@ from glmserve.text.tool_schema import ToolSet
 
 _NAME = re.compile(r"\s*([A-Za-z0-9_.:/-]{1,128})(?:\s|\\n)*")
 _NAME_SO_FAR = re.compile(r"\s*(?:[A-Za-z0-9_.:/-]{1,128}(?:\s|\\n)*\\?)?")
+_NAME_BEGUN = re.compile(r"[\r\n]*[A-Za-z0-9_.:/-]")
 _LONGEST_OPENING = 1024  # characters after <tool_call> until a tag must have come
 _CALL_TAGS = frozenset(
     (markers.KEY, markers.KEY_END, markers.VALUE, markers.VALUE_END, markers.CALL_END)
@@ -109,11 +110,17 @@ class OutputParser:
         else:
             self.text(literal)
 
-    def finish(self) -> None:
-        """End of output: a call that has begun is closed, one whose name is cut is forgotten."""
+    def finish(self, cut: bool) -> None:
+        """End of output: a call that has begun is closed, one that ends in its name is forgotten.
+
+        An answer that the model ended itself (not `cut`) may close with a mere mention of
+        <tool_call>: without a name right behind it that is text.
+        """
         if self._body is not None:
             self._body.finish()
             self._body = None
+        elif self._opening and not cut and _NAME_BEGUN.match(self._opening_text()) is None:
+            self._release_opening()
         self._opening.clear()
 
     def _leading_content(self, text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from glmserve.text.normalize import normalize_messages, shield_literals
 from glmserve.text.output_options import OutputOptions, StopOptions
 from glmserve.text.render_worker import RenderWorker
 from glmserve.text.start_state import start_of_ids
-from glmserve.text.template import ChatTemplate
+from glmserve.text.template import ChatTemplate, TemplateSource
 from glmserve.text.template_traits import TemplateTraits, probe
 from glmserve.text.tokenizer import Ids, Tokenizer
 
@@ -56,9 +57,9 @@ class PromptBuilder:
         self._plain_user_text = plain_user_text
         self._defaults = dict(defaults or {})
         self._renderer: Renderer | None = None
-        if template_file or ChatTemplate.exists(checkpoint_dir):
-            template = ChatTemplate.from_checkpoint(checkpoint_dir, template_file)
-            self._renderer = Renderer(template, worker)
+        if template_file or TemplateSource.exists(checkpoint_dir):
+            source = TemplateSource.from_checkpoint(checkpoint_dir, template_file)
+            self._renderer = Renderer(source, worker)
 
     def close(self) -> None:
         """End the render worker."""
@@ -114,14 +115,19 @@ class PromptBuilder:
 class Renderer:
     """A template with its traits, in the worker process or in this one."""
 
-    def __init__(self, template: ChatTemplate, worker: bool) -> None:
-        self._template = template
-        self._worker = RenderWorker(template) if worker else None
-        try:
-            self.traits: TemplateTraits = probe(self._call)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, source: TemplateSource, worker: bool) -> None:
+        """Starts the worker process, if one is wanted; raises CheckpointError."""
+        self._source = source
+        self._worker = RenderWorker(source) if worker else None
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What the template does; found out when first needed."""
+        return probe(self._call)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._source)
 
     def close(self) -> None:
         """End the worker process, if there is one."""

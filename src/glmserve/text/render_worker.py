@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from glmserve import env
-from glmserve.errors import GlmServeError, InvalidInput
+from glmserve.errors import CheckpointError, InvalidInput
 from glmserve.ipc.process import Child, Heartbeat, interpreter, spawn, terminate, watch_heartbeat
-from glmserve.text.template import ChatTemplate, TemplateFailure
+from glmserve.text.template import ChatTemplate, TemplateFailure, TemplateSource
 
 DEFAULT_SECONDS = 5.0
 DEFAULT_MEMORY = 2**30  # bytes of address space
@@ -37,12 +37,15 @@ class RenderWorker:
 
     def __init__(
         self,
-        template: ChatTemplate,
+        source: TemplateSource,
         seconds: float = DEFAULT_SECONDS,
         memory: int = DEFAULT_MEMORY,
     ) -> None:
-        """`seconds` for one rendering, `memory` bytes for the process. Starts the child."""
-        self._template = template
+        """`seconds` for one rendering, `memory` bytes for the process. Starts the child.
+
+        Raises CheckpointError if the template does not compile within these limits.
+        """
+        self._source = source
         self._seconds = seconds
         self._memory = memory
         self._lock = threading.Lock()
@@ -80,6 +83,11 @@ class RenderWorker:
             raise InvalidInput(*reply["arguments"])
         raise TemplateFailure(*reply["arguments"])
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None if there is none now."""
+        return self._child.pid if self._child is not None else None
+
     def close(self) -> None:
         """End the child."""
         with self._lock:
@@ -100,18 +108,24 @@ class RenderWorker:
             theirs.close()
         self._socket = ours
         setup = {
-            "source": self._template.source,
-            "variables": self._template.variables,
+            "text": self._source.text,
+            "variables": self._source.variables,
             "seconds": self._seconds,
             "memory": self._memory,
         }
         try:
             _send(ours, json.dumps(setup).encode(), _START_SECONDS)
-            _receive(ours, _START_SECONDS)
+            _receive(ours, _START_SECONDS)  # Python is up
+            complaint = _receive(ours, self._seconds).decode()  # the template is compiled
         except (OSError, EOFError) as error:
             tail = self._child.tail()
             self._stop()
-            raise GlmServeError(f"the template process did not start: {tail}") from error
+            late = isinstance(error, TimeoutError)
+            reason = "it takes too long to compile" if late else f"its process ended: {tail}"
+            raise CheckpointError(f"the chat template cannot be used: {reason}") from error
+        if complaint:
+            self._stop()
+            raise CheckpointError(complaint)
 
     def _stop(self) -> None:
         if self._socket is not None:
@@ -169,17 +183,25 @@ def main(fd: int, heartbeat_fd: int) -> None:
     watch_heartbeat(heartbeat_fd)
     connection = socket.socket(fileno=fd)
     setup = json.loads(_receive(connection, None))
-    template = ChatTemplate(setup["source"], setup["variables"])
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory"], setup["memory"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _send(connection, b"ready", _START_SECONDS)
+    # The parent's clock stops an overrun first; this one is for when the parent is gone.
+    limit = setup["seconds"] * 2 + 1
+    _send(connection, b"up", _START_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        template = ChatTemplate(TemplateSource(setup["text"], setup["variables"]))
+    except CheckpointError as error:
+        _send(connection, str(error).encode(), _START_SECONDS)
+        return
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    _send(connection, b"", _START_SECONDS)
     while True:
         try:
             request = _receive(connection, None)
         except EOFError:
             return
-        # The parent's clock stops an overrun first; this one is for when the parent is gone.
-        signal.setitimer(signal.ITIMER_REAL, setup["seconds"] * 2 + 1)
+        signal.setitimer(signal.ITIMER_REAL, limit)
         reply = json.dumps(_answer(template, request)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply, _START_SECONDS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,15 @@ class TemplateFailure(GlmServeError):
     code = "INVALID_ARG"
 
 
-class ChatTemplate:
-    """One compiled template; `render` may be called any number of times."""
+@dataclass(frozen=True)
+class TemplateSource:
+    """A template that has been read but not touched: compiling already runs its constants.
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
-        """`variables`: names that every rendering sees (special tokens); requests may override."""
-        self.source = source
-        self.variables = dict(variables or {})
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template does not compile: {error}") from error
+    `variables` are names that every rendering sees (special tokens); requests may override them.
+    """
+
+    text: str
+    variables: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def exists(checkpoint_dir: str | Path) -> bool:
@@ -56,7 +55,7 @@ class ChatTemplate:
     @classmethod
     def from_checkpoint(
         cls, checkpoint_dir: str | Path, template_file: str | Path | None = None
-    ) -> ChatTemplate:
+    ) -> TemplateSource:
         """The template file named, else chat_template.jinja, else tokenizer_config.json's."""
         directory = Path(checkpoint_dir)
         config = _tokenizer_config(directory)
@@ -68,6 +67,22 @@ class ChatTemplate:
         else:
             raise CheckpointError(f"no chat template: {path.name} does not exist")
         return cls(source, _special_tokens(config))
+
+
+class ChatTemplate:
+    """One compiled template; `render` may be called any number of times.
+
+    Whoever does not trust the template makes this object in a `render_worker` only.
+    """
+
+    def __init__(self, source: TemplateSource | str) -> None:
+        """Raises CheckpointError if the template does not compile."""
+        self._source = TemplateSource(source) if isinstance(source, str) else source
+        try:
+            self._template = _environment().from_string(self._source.text)
+        except (jinja2.TemplateError, MemoryError, RecursionError, OverflowError) as error:
+            reason = str(error) or type(error).__name__
+            raise CheckpointError(f"the chat template does not compile: {reason}") from error
 
     def render(
         self,
@@ -90,7 +105,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 **{
-                    **self.variables,
+                    **self._source.variables,
                     **(variables or {}),
                     "messages": messages,
                     "tools": tools,
