@@ -41,6 +41,14 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one place, from the model's logits before any setting changes them."""
+
+    logprob: float  # of the token that stands there
+    top: tuple[tuple[int, float], ...] = ()  # the most probable (id, logprob), best first
+
+
+@dataclass(frozen=True)
 class Chunk:
     """New tokens of one request. The last one carries `finish_reason`; no chunk follows it."""
 
@@ -51,6 +59,8 @@ class Chunk:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # all tokens so far, those of this chunk included
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, when asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt[1:], with the first tokens
     error: str = ""  # set when finish_reason is "error"
     error_code: str = ""  # status of the error: INVALID_ARG, UNAVAILABLE, INTERNAL
     stop_token: int | None = None  # the id that ended the request, if one did
@@ -100,6 +110,20 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
+class Shaping:
+    """What changes a row's logits before temperature; `sampling_params` says what each means."""
+
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: tuple[int, ...] | None
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    prompt: IntArray  # [n] int32; the ranks see only the part that no prefix hit covers
+    output: IntArray  # [m] int32, tokens from before a preemption
+
+
+@dataclass(frozen=True)
 class RowInit:
     """A sequence enters device row `row`: what the ranks keep and advance by themselves."""
 
@@ -110,6 +134,11 @@ class RowInit:
     top_k: int  # 0 = off
     remaining: int  # tokens it may still produce
     stop_token_ids: tuple[int, ...]  # eos and stop ids; empty when eos is ignored
+    min_p: float = 0.0
+    stops_from: int = 0  # first position at which a stop id may be drawn
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    shaping: Shaping | None = None  # None: logits are drawn from as they are
 
 
 @dataclass(frozen=True)
@@ -165,6 +194,8 @@ class RowOutput:
     stopped: bool = False  # by a stop id (the last of token_ids)
     exhausted: bool = False  # `remaining` reached zero
     accepted_drafts: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens this step reached
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,25 @@ def start(checkpoint: Path) -> Iterator[Engine]:
 
 
 def requests() -> list[Request]:
-    """Greedy and seeded requests of several lengths."""
+    """Greedy, seeded and shaped requests of several lengths."""
     generator = np.random.default_rng(0)
-    made = []
+    shaped = SamplingParams(
+        max_tokens=NEW,
+        temperature=0.7,
+        min_p=0.02,
+        seed=9,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        repetition_penalty=1.3,
+        logit_bias=((11, 4.0), (12, 4.0)),
+        bad_word_ids=((11, 12), (12, 11)),
+        min_tokens=NEW,
+        logprobs=2,
+    )
+    made = [
+        Request(f"s{i}", generator.integers(0, 900, length).astype(np.int32), shaped)
+        for i, length in enumerate((20, 90))
+    ]
     for i, length in enumerate(LENGTHS * 2):
         greedy = i < len(LENGTHS)
         sampling = SamplingParams(
@@ -152,7 +168,7 @@ def test_a_prefix_hit_changes_nothing(
 
 def test_drafts_after_a_prefix_hit_equal_cold_ones(start: Engine, tmp_path: Path) -> None:
     client = start(drafts=2, capture_dir=str(tmp_path))
-    prompt = requests()[3].prompt
+    prompt = requests()[-1].prompt  # 130 tokens
     drafted = []
     for uid in ("cold", "hit"):
         client.submit(Request(uid, prompt, SamplingParams(max_tokens=1, temperature=0.0)))

@@ -42,11 +42,13 @@ def rows_of(
     top_k: int = 0,
     seed: int = 5,
     first: int = 0,
+    min_p: float = 0.0,
 ) -> SamplingRows:
     return SamplingRows(
         torch.full((count,), temperature),
         torch.full((count,), top_p, dtype=torch.float64),
         torch.full((count,), top_k),
+        torch.full((count,), min_p),
         torch.full((count,), seed),
         torch.arange(first, first + count),
     )
@@ -71,9 +73,13 @@ def test_keys_order_as_their_values() -> None:
     assert keys.min() >= 0 and keys.max() < 2**32
 
 
-def exact(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def exact(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> Tensor:
     """The distribution by definition: sort, cut, renormalise."""
     probs = torch.softmax(logits.double() / temperature, 0)
+    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
+    probs = probs / probs.sum()
     order = probs.argsort(descending=True, stable=True)
     if top_k:
         probs = torch.where(probs >= probs[order[top_k - 1]], probs, 0.0)
@@ -85,15 +91,26 @@ def exact(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tenso
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 8, 0.7), (1.0, 1, 1.0)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.3, 5, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (0.9, 8, 0.7, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.15),
+        (1.2, 9, 0.85, 0.1),
+    ],
 )
-def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float) -> None:
-    draws = 60_000
+def test_draws_follow_the_exact_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    draws = 20_000
     logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 1.5
-    rows = rows_of(draws, temperature, top_p, top_k)
+    rows = rows_of(draws, temperature, top_p, top_k, min_p=min_p)
     got = torch.bincount(sample_alone(logits.expand(draws, -1), rows), minlength=24).double()
-    want = exact(logits, temperature, top_k, top_p) * draws
+    want = exact(logits, temperature, top_k, top_p, min_p) * draws
     assert got[want == 0].sum() == 0
     cells = want > 0
     chi2 = (((got - want) ** 2)[cells] / want[cells]).sum().item()
@@ -132,6 +149,7 @@ def test_every_width_draws_the_same_tokens(size: int) -> None:
         torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(10),
         torch.tensor([1.0, 0.9, 0.5, 0.95, 0.8], dtype=torch.float64).repeat(8),
         torch.tensor([0, 3, 0, 10, 50, 1, 0, 7]).repeat(5),
+        torch.tensor([0.0, 0.1]).repeat(20),
         torch.arange(count) * 7919 - 20,
         torch.arange(count),
     )
@@ -150,3 +168,34 @@ def test_every_width_draws_the_same_tokens(size: int) -> None:
     for thread in threads:
         thread.join(60)
     assert got == [want] * size
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_logprobs_are_those_of_the_whole_vocabulary(size: int) -> None:
+    logits = torch.randn(6, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    logits[0, 7] = logits[0, 20]  # a tie: the lower id first
+    tokens = torch.tensor([0, 7, 31, 3, 16, 20])
+    want = torch.log_softmax(logits[:, :30], 1)
+    want = torch.cat([want, torch.full((6, 2), -torch.inf, dtype=torch.float64)], 1)
+    order = want.sort(dim=1, descending=True, stable=True).indices[:, :5]
+    board, gate = [torch.empty(0)] * size, threading.Barrier(size)
+    results: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * size
+
+    def work(rank: int) -> None:
+        width = 32 // size
+        sampler = Sampler(ThreadGroup(rank, size, board, gate), width, 30, CPU)  # type: ignore[arg-type]
+        shard = logits[:, rank * width : (rank + 1) * width]
+        results[rank] = sampler.logprobs(shard, tokens, 5)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        assert result is not None
+        own, ids, values = result
+        assert torch.allclose(own[tokens < 30], want.gather(1, tokens[:, None])[:, 0][tokens < 30])
+        assert own[2] == -torch.inf  # an id that no token has
+        assert ids.tolist() == order.tolist()
+        assert torch.allclose(values, want.gather(1, order))

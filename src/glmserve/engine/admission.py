@@ -31,9 +31,18 @@ def check_request(request: Request, info: EngineInfo) -> Request:
             f"prompt ({len(prompt)} tokens) and output must fit the context of"
             f" {info.max_model_len} tokens: at most {room}",
         )
-    for token in sampling.stop_token_ids:
-        if token >= info.vocab_size:
-            raise InvalidInput("stop_token_ids", token, f"must be below {info.vocab_size}")
+    named = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "bad_word_ids": [token for sequence in sampling.bad_word_ids for token in sequence],
+    }
+    for field, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < info.vocab_size:
+                raise InvalidInput(field, token, f"ids must be in [0, {info.vocab_size})")
+    if sampling.bad_words:
+        raise InvalidInput("bad_words", list(sampling.bad_words), "must come as bad_word_ids here")
     filled = dataclasses.replace(sampling, max_tokens=sampling.max_tokens or room)
     return dataclasses.replace(request, sampling=filled)
 

@@ -172,6 +172,8 @@ class Scheduler:
 
         The context's last token is always computed: its logits are wanted.
         """
+        if sequence.request.sampling.prompt_logprobs is not None and not sequence.output:
+            return  # they need every row of the prompt
         keys = sequence.page_keys((len(sequence.context) - 1) // PAGE_SIZE)
         sequence.pages = self.pool.match(keys)
         sequence.published = len(sequence.pages)
@@ -190,17 +192,7 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         self._by_row[sequence.row] = sequence
         grants.append(PageGrant(sequence.row, 0, np.asarray(sequence.pages, dtype=np.int32)))
-        sampling = sequence.request.sampling
-        stops = () if sampling.ignore_eos else self.eos_token_ids
-        return RowInit(
-            row=sequence.row,
-            seed=sequence.seed,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            remaining=sequence.remaining,
-            stop_token_ids=tuple(dict.fromkeys((*stops, *sampling.stop_token_ids))),
-        )
+        return sequence.row_init(self.eos_token_ids)
 
     def _grow(
         self, sequence: Sequence, length: int, grants: list[PageGrant], silent: bool = False
@@ -240,15 +232,18 @@ class Scheduler:
             self._publish(self._by_row[chunk.row], chunk.start + chunk.length)
         for out in result.outputs:
             sequence = self._by_row[out.row]
-            if sequence.finished or not out.token_ids:
-                continue  # cancelled, or ended, while the step was in flight
+            if sequence.finished:
+                continue  # cancelled while the step was in flight
+            sequence.prompt_logprobs += out.prompt_logprobs
+            if not out.token_ids:
+                continue
             sequence.output.extend(out.token_ids)
             self._publish(sequence, sequence.length - 1)  # the last token is not in the caches
             if out.stopped:
                 self._finish(sequence, "stop")
             elif out.exhausted:
                 self._finish(sequence, "length")
-            chunks.append(sequence.chunk(out.token_ids, out.token_ids[-1] if out.stopped else None))
+            chunks.append(sequence.chunk(out))
         for sequence in [s for s in self._leaving if s.last_step <= self._done_step]:
             self._leaving.remove(sequence)
             self._release(sequence)

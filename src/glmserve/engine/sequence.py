@@ -13,7 +13,16 @@ import numpy as np
 
 from glmserve.config import PAGE_SIZE
 from glmserve.engine.page_pool import ROOT, chain_key
-from glmserve.messages import Chunk, FinishReason, IntArray, Request
+from glmserve.messages import (
+    Chunk,
+    FinishReason,
+    IntArray,
+    Request,
+    RowInit,
+    RowOutput,
+    Shaping,
+    TokenLogprobs,
+)
 
 
 @dataclass(eq=False)
@@ -32,6 +41,7 @@ class Sequence:
     last_step: int = -1  # newest step whose plan names the row
     finish_reason: FinishReason | None = None
     chunks_sent: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not sent yet
     keys: list[bytes] = field(default_factory=list)  # of leading full pages, as far as needed
     context: IntArray = field(init=False)  # tokens to prefill: the prompt, and output if preempted
 
@@ -68,6 +78,34 @@ class Sequence:
         """True when the steps in flight exhaust max_tokens even if each confirms one token."""
         return self.sampling_steps >= self.remaining
 
+    def row_init(self, eos_token_ids: tuple[int, ...]) -> RowInit:
+        """What the ranks need to know of this sequence when it takes its row."""
+        s = self.request.sampling
+        stops = () if s.ignore_eos else eos_token_ids
+        return RowInit(
+            row=self.row,
+            seed=self.seed,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            remaining=self.remaining,
+            stop_token_ids=tuple(dict.fromkeys((*stops, *s.stop_token_ids))),
+            min_p=s.min_p,
+            stops_from=len(self.request.prompt) + s.min_tokens,
+            logprobs=s.logprobs,
+            prompt_logprobs=None if self.output else s.prompt_logprobs,
+            shaping=self._shaping(),
+        )
+
+    def _shaping(self) -> Shaping | None:
+        s = self.request.sampling
+        penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
+        others = (s.logit_bias, s.allowed_token_ids, s.bad_word_ids)
+        if penalties == (0.0, 0.0, 1.0) and others == ((), None, ()):
+            return None
+        output = np.asarray(self.output, dtype=np.int32)
+        return Shaping(*penalties, *others, prompt=self.request.prompt, output=output)
+
     def restart(self) -> None:
         """Forgets the row and its pages: the context is computed again from the start."""
         self.context = np.concatenate(
@@ -94,8 +132,10 @@ class Sequence:
         output = np.asarray(self.output[first : end - len(prompt)], dtype=np.int32)
         return np.concatenate([prompt[start:], output])
 
-    def chunk(self, tokens: tuple[int, ...] = (), stop_token: int | None = None) -> Chunk:
+    def chunk(self, out: RowOutput | None = None) -> Chunk:
         """The next chunk to send; carries the finish reason when the sequence has ended."""
+        tokens = out.token_ids if out else ()
+        prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         index, self.chunks_sent = self.chunks_sent, self.chunks_sent + 1
         return Chunk(
             self.uid,
@@ -105,5 +145,7 @@ class Sequence:
             num_prompt_tokens=len(self.request.prompt),
             num_output_tokens=len(self.output),
             num_cached_tokens=self.cached,
-            stop_token=stop_token,
+            logprobs=out.logprobs if out else (),
+            prompt_logprobs=prompt_logprobs,
+            stop_token=tokens[-1] if out and out.stopped else None,
         )

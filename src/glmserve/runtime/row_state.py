@@ -39,6 +39,10 @@ class RowState:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
         self.top_k = integers(rows)
+        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.stops_from = integers(rows)  # first position at which a stop id may be drawn
+        self.logprobs = integers(rows) - 1  # alternatives reported with each token, -1 = none
+        self.prompt_logprobs = integers(rows) - 1
         self.seeds = integers(rows)
         self.stops = integers(rows, _MAX_STOPS)  # ids, padded with -1
         scratch = config.num_pages - 1
@@ -47,24 +51,28 @@ class RowState:
         )
         self._scratch = scratch
 
-    def admit(self, inits: Iterable[RowInit]) -> None:
-        """Puts sequences into rows; they become active when their prompt has been computed."""
-        for init in inits:
-            row = init.row
-            self.length[row] = 0
-            self.active[row] = False
-            self.remaining[row] = init.remaining
-            self.temperature[row] = init.temperature
-            self.top_p[row] = init.top_p
-            self.top_k[row] = init.top_k
-            # The same 64 bits as a signed number: torch has no uint64 arithmetic.
-            self.seeds[row] = init.seed - 2 * _SIGN_64 if init.seed >= _SIGN_64 else init.seed
-            self.stops[row] = -1
-            assert len(init.stop_token_ids) <= _MAX_STOPS
-            self.stops[row, : len(init.stop_token_ids)] = torch.tensor(
-                init.stop_token_ids, dtype=torch.int64
-            )
-            self.page_table[row] = self._scratch
+    def admit(self, init: RowInit) -> None:
+        """Puts a sequence into a row; it becomes active when its prompt has been computed."""
+        row = init.row
+        self.length[row] = 0
+        self.active[row] = False
+        self.remaining[row] = init.remaining
+        self.temperature[row] = init.temperature
+        self.top_p[row] = init.top_p
+        self.top_k[row] = init.top_k
+        self.min_p[row] = init.min_p
+        self.stops_from[row] = init.stops_from
+        self.logprobs[row] = -1 if init.logprobs is None else init.logprobs
+        asked = init.prompt_logprobs
+        self.prompt_logprobs[row] = -1 if asked is None else asked
+        # The same 64 bits as a signed number: torch has no uint64 arithmetic.
+        self.seeds[row] = init.seed - 2 * _SIGN_64 if init.seed >= _SIGN_64 else init.seed
+        self.stops[row] = -1
+        assert len(init.stop_token_ids) <= _MAX_STOPS
+        self.stops[row, : len(init.stop_token_ids)] = torch.tensor(
+            init.stop_token_ids, dtype=torch.int64
+        )
+        self.page_table[row] = self._scratch
 
     def grant(self, grants: Iterable[PageGrant]) -> None:
         for grant in grants:
@@ -74,7 +82,12 @@ class RowState:
     def sampling(self, rows: Tensor, positions: Tensor) -> SamplingRows:
         """Settings for drawing the tokens at `positions` [R] of `rows` [R]."""
         return SamplingRows(
-            self.temperature[rows], self.top_p[rows], self.top_k[rows], self.seeds[rows], positions
+            self.temperature[rows],
+            self.top_p[rows],
+            self.top_k[rows],
+            self.min_p[rows],
+            self.seeds[rows],
+            positions,
         )
 
     def advance(self, rows: Tensor, draws: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
