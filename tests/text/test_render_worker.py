@@ -72,9 +72,11 @@ def test_a_misbehaving_template_is_stopped_and_the_next_request_served(
 def test_constants_are_worked_out_inside_the_limits(hostile: str) -> None:
     # Jinja computes constants when it compiles, before anything is rendered.
     started = time.monotonic()
-    with pytest.raises((CheckpointError, TemplateFailure), match="chat template"):
-        with closing(RenderWorker(TemplateSource(hostile), seconds=1.0, memory=2**29)) as worker:
-            ask(worker, "x")
+    with (
+        pytest.raises((CheckpointError, TemplateFailure), match="chat template"),
+        closing(RenderWorker(TemplateSource(hostile), seconds=1.0, memory=2**29)) as worker,
+    ):
+        ask(worker, "x")
     assert time.monotonic() - started < 30
 
 

@@ -119,6 +119,8 @@ class Renderer:
         """Starts the worker process, if one is wanted; raises CheckpointError."""
         self._source = source
         self._worker = RenderWorker(source) if worker else None
+        if worker:
+            _ = self.traits  # now, not during the first request
 
     @cached_property
     def traits(self) -> TemplateTraits:

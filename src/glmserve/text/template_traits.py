@@ -45,6 +45,9 @@ def probe(render: Callable[[Mapping[str, Any]], str]) -> TemplateTraits:
         except GlmServeError:
             return None
 
+    plain = ask()
+    if plain is None:  # it renders nothing at all: spare it, and us, the other questions
+        return TemplateTraits(False, False, False, False, False)
     in_order = ask(_results("abc", "abc"))
     swapped = ask(_results("abc", "bca"))
     missing = ask(_results("abc", "ca"))
@@ -56,7 +59,7 @@ def probe(render: Callable[[Mapping[str, Any]], str]) -> TemplateTraits:
         ignores_order_without_ids=sorts
         and bare == in_order
         and bare != ask(_results("abc", "bca", ids=False)),
-        has_off_switch=_differ(ask(), ask(enable_thinking=False)),
+        has_off_switch=_differ(plain, ask(enable_thinking=False)),
         knows_low=_differ(ask(reasoning_effort="max"), ask(reasoning_effort="low")),
     )
 
