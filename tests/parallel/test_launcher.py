@@ -148,8 +148,10 @@ def test_each_rank_sees_one_gpu(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outer)
     with launched("echo", device="cuda") as launcher:
         assert launcher.recv(20) == b"ready"
-        seen = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in launcher.pids]
-        assert seen == expected
+        environments = [environment_of(pid) for pid in launcher.pids]
+        assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == expected
+        # Without it torch's symmetric memory refuses ranks that all call their GPU cuda:0.
+        assert {e["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] for e in environments} == {"1"}
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,10 +192,17 @@ class RankLauncher:
     def _environment(
         config: EngineConfig, rank: int, extra: Mapping[str, str] | None
     ) -> dict[str, str]:
-        # Ranks are on one host: nothing of theirs listens on an outside address.
-        loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return env.child_environment(
-            {**loopback, **(extra or {}), "CUDA_VISIBLE_DEVICES": _visible_device(config, rank)}
+            {
+                # Ranks are on one host: nothing of theirs listens on an outside address.
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "lo",
+                # Every rank's only GPU is its cuda:0, which torch's symmetric memory would take
+                # for one device used by all (seen with torch 2.11).
+                "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+                **(extra or {}),
+                "CUDA_VISIBLE_DEVICES": _visible_device(config, rank),
+            }
         )
 
 

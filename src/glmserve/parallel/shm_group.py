@@ -22,7 +22,7 @@ from glmserve.parallel.native import library_fd
 from glmserve.parallel.ordered_sum import accumulator_dtype
 from glmserve.parallel.segment import GroupSegment
 
-_ONE_SHOT_BYTES = 32 << 10  # crossover of bench/collectives.py at 8 ranks
+_ONE_SHOT_BYTES = 8 << 10  # at 8 ranks on 2 cores both ways take the same near 16 KiB
 # With a core a rank a short look at the counter (about 20 us) saves a sleep and a wake-up; with
 # fewer cores the looking takes the time of the very rank that is waited for.
 _SPINS = 400
