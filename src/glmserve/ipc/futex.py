@@ -6,8 +6,8 @@ barrier, and wakes the sleepers in the same call, so plain Python needs neither 
 compiled helper. Values count in steps of 2 and wrap at 2^32; bit 0 is the abort flag. Because the
 flag lives in the word itself, setting it changes the value that a sleeper compares, and no wake-up
 can fall between its check and its sleep (with one abort word beside the counters it could).
-Nobody spins: eight ranks and the engine may share two cores, where a spinning waiter takes the
-core that the peer it waits for needs.
+Waits here do not spin: eight ranks and the engine may share two cores, where a spinning waiter
+takes the core that the peer it waits for needs.
 Not its job: mapping the memory (`shm`), or what a counter means (`ring`, the CPU group).
 """
 
