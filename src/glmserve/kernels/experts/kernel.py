@@ -7,7 +7,7 @@ The K chunks of `linear` apply: the same bits whether few rows or many are in th
 import triton
 import triton.language as tl
 
-from ..linear.kernel import SCALE_BLOCK, band_order, chunk_product
+from ..linear.kernel import SCALE_BLOCK, all_chunks, band_order, chunk_product
 from ..triton_common import dot, to_bf16
 
 
@@ -19,7 +19,7 @@ def _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM: tl.constexpr):
     return expert, position, position < tl.load(offsets + expert + 1)
 
 
-@triton.jit(do_not_specialize=["x_rows", "pairs"])
+@triton.jit(do_not_specialize=["x_rows", "pairs", "chunks"])
 def grouped_few(
     x,
     x_scales,
@@ -34,12 +34,12 @@ def grouped_few(
     x_rows,
     pairs,
     width,
+    depth,
+    chunks,
     TOP_K: tl.constexpr,
-    K: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
     BAND: tl.constexpr,
@@ -48,15 +48,17 @@ def grouped_few(
     """out[chunk, position] = x[row of the position] times its expert's weight, swap-AB.
 
     TOP_K > 0: x holds the step's rows [x_rows, K] and pair p belongs to row p // TOP_K; 0: x is in
-    the order of the pairs already. weight [E, width, K]. SPLIT: out [CHUNKS, pairs, width] fp32,
+    the order of the pairs already. weight [E, width, K]. SPLIT: out [chunks, pairs, width] fp32,
     what reads it adds the chunks; else out [pairs, width] bf16. A program beyond the tiles ends.
     """
-    BLOCKS: tl.constexpr = K // BK
-    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
-    WAYS: tl.constexpr = CHUNKS if SPLIT else 1
+    blocks = depth // BK
+    per = tl.cdiv(blocks, chunks)
+    ways = 1
+    if SPLIT:
+        ways = chunks
     columns = tl.cdiv(width, BN)
     count = tl.load(tile_count)
-    program = tl.program_id(0) // WAYS
+    program = tl.program_id(0) // ways
     if program < count * columns:
         tile, column = band_order(program, count, columns, BAND)
         expert, position, real = _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM)
@@ -66,35 +68,30 @@ def grouped_few(
         row = tl.where(real, row, 0).to(tl.int64)
         n = column * BN + tl.arange(0, BN)
         k = tl.arange(0, BK)
-        x_tile = x + row[:, None] * K + k[None, :]
+        x_tile = x + row[:, None] * depth + k[None, :]
         w_row = expert.to(tl.int64) * width + tl.minimum(n, width - 1)
-        w_tile = weight + w_row[:, None] * K + k[None, :]
+        w_tile = weight + w_row[:, None] * depth + k[None, :]
         w_line = expert * tl.cdiv(width, SCALE_BLOCK) + column * BN // SCALE_BLOCK
-        w_line = weight_scales + w_line.to(tl.int64) * BLOCKS
+        w_line = weight_scales + w_line.to(tl.int64) * blocks
         store = real[None, :] & (n[:, None] < width)
         target = out + position[None, :].to(tl.int64) * width + n[:, None]
         if SPLIT:
-            chunk = tl.program_id(0) % WAYS
-            begin = chunk * PER
+            chunk = tl.program_id(0) % ways
+            begin = chunk * per
             acc = chunk_product(
                 x_tile, x_scales + row, x_rows, w_tile, w_line, begin,
-                tl.minimum(begin + PER, BLOCKS), real, BN, BM, BK, SCALED, STAGES,
+                tl.minimum(begin + per, blocks), real, BN, BM, BK, SCALED, STAGES,
             )  # fmt: skip
             tl.store(target + chunk.to(tl.int64) * pairs * width, acc, mask=store)
         else:
-            acc = chunk_product(
-                x_tile, x_scales + row, x_rows, w_tile, w_line, 0, min(PER, BLOCKS),
+            acc = all_chunks(
+                x_tile, x_scales + row, x_rows, w_tile, w_line, blocks, per,
                 real, BN, BM, BK, SCALED, STAGES,
             )  # fmt: skip
-            for chunk in tl.range(1, CHUNKS):
-                acc += chunk_product(
-                    x_tile, x_scales + row, x_rows, w_tile, w_line, chunk * PER,
-                    tl.minimum(chunk * PER + PER, BLOCKS), real, BN, BM, BK, SCALED, STAGES,
-                )  # fmt: skip
             tl.store(target, to_bf16(acc), mask=store)
 
 
-@triton.jit(do_not_specialize=["x_rows"])
+@triton.jit(do_not_specialize=["x_rows", "per"])
 def grouped_many(
     x,
     x_scales,
@@ -108,12 +105,13 @@ def grouped_many(
     tile_count,
     x_rows,
     width,
+    depth,
+    per,
     TOP_K: tl.constexpr,
-    K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SCALED: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
@@ -122,8 +120,7 @@ def grouped_many(
 
     A weight tile that passes its expert's last row reads the next one's; those columns are dropped.
     """
-    BLOCKS: tl.constexpr = K // BK
-    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    blocks = depth // BK
     columns = tl.cdiv(width, BN)
     count = tl.load(tile_count)
     if tl.program_id(0) < count * columns:
@@ -133,15 +130,15 @@ def grouped_many(
         if TOP_K > 0:
             row = tl.load(order + position, mask=real, other=0) // TOP_K
         row = tl.where(real, row, 0).to(tl.int64)
-        x_tile = x + row[:, None] * K + tl.arange(0, BK)[None, :]
+        x_tile = x + row[:, None] * depth + tl.arange(0, BK)[None, :]
         n0 = column * BN
         acc = tl.zeros([BM, BN], tl.float32)
         total = tl.zeros([BM, BN], tl.float32)
         if SCALED:
             x_line = x_scales + row
             w_line = expert * tl.cdiv(width, SCALE_BLOCK) + n0 // SCALE_BLOCK
-            w_line = weight_scales + w_line.to(tl.int64) * BLOCKS
-        for block in tl.range(0, BLOCKS, num_stages=STAGES):
+            w_line = weight_scales + w_line.to(tl.int64) * blocks
+        for block in tl.range(0, blocks, num_stages=STAGES):
             rows_tile = tl.load(x_tile + block * BK)
             w_tile = weight.load([expert * width + n0, block * BK])
             if SCALED:
@@ -149,11 +146,11 @@ def grouped_many(
                 acc += tl.dot(rows_tile, w_tile.T) * scale[:, None]
             else:
                 acc = dot(rows_tile, w_tile.T, acc)
-            if CHUNKS > 1:
-                if block % PER == PER - 1:
+            if CHUNKED:
+                if block % per == per - 1:
                     total += acc
                     acc = tl.zeros([BM, BN], tl.float32)
-        if CHUNKS > 1:
+        if CHUNKED:
             acc = total + acc
         n = n0 + tl.arange(0, BN)
         target = out + position[:, None].to(tl.int64) * width + n[None, :]

@@ -76,10 +76,10 @@ def sort_pairs(ids: torch.Tensor, first: int, local: int) -> SortedPairs:
         [pairs, pairs, max_tiles, max_tiles, local + 1, 1]
     )
     bins = triton.next_power_of_2(local + 1)
-    block = min(4096, max(256, triton.next_power_of_2(pairs)))
+    block = 256 if pairs <= 256 else 4096
     sorting.sort_pairs[(local + 1,)](
         ids, order, place, offsets, tile_expert, tile_begin, count, pairs, first,
-        local, bins, block_m, block, num_warps=8 if block > 1024 else 4,
+        local, block_m, bins, block, num_warps=4 if block == 256 else 8,
     )  # fmt: skip
     return SortedPairs(order, place, offsets, tile_expert, tile_begin, count, block_m, max_tiles)
 
@@ -114,7 +114,7 @@ def grouped_linear(
             stages = 4 if pairs.block_m == 16 else 3
         kernel.grouped_few[(pairs.max_tiles * columns * parts,)](
             values, x_scales, w_values, w_scales, *common, values.shape[0], total, width,
-            top_k, depth, 64, pairs.block_m, block_k, chunks, split, scaled, 4, stages,
+            depth, chunks, top_k, 64, pairs.block_m, block_k, split, scaled, 4, stages,
             num_warps=4,
         )  # fmt: skip
     else:
@@ -123,7 +123,8 @@ def grouped_linear(
         columns = -(-width // 128)
         kernel.grouped_many[(pairs.max_tiles * columns,)](
             values, x_scales, w_desc, w_scales, *common, values.shape[0], width,
-            top_k, depth, 128, 128, block_k, chunks, scaled, 8, 4 if scaled else 3,
+            depth, depth // block_k // chunks, top_k, 128, 128, block_k, chunks > 1, scaled, 8,
+            4 if scaled else 3,
             num_warps=8,
         )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "first", "block_m"])
 def sort_pairs(
     ids,
     order,
@@ -21,16 +21,16 @@ def sort_pairs(
     tile_count,
     pairs,
     first,
-    LOCAL: tl.constexpr,
+    local,
+    block_m,
     BINS: tl.constexpr,
-    BM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program e < LOCAL places the pairs of expert first + e, program LOCAL those of no local one.
+    """Program e < local places the pairs of expert first + e, program `local` all others.
 
     ids [pairs] int64; order [pairs] int32, pairs by expert; place [pairs] int32, the inverse, -1
-    for other ranks' experts; offsets [LOCAL + 1] int32 into `order`; tile_expert, tile_begin:
-    BM rows of `order` each, an expert's last one shorter; tile_count [1]. BINS > LOCAL.
+    for other ranks' experts; offsets [local + 1] int32 into `order`; tile_expert, tile_begin:
+    block_m rows of `order` each, an expert's last one shorter; tile_count [1]. BINS > local.
     """
     mine = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -38,26 +38,26 @@ def sort_pairs(
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, BLOCK):
         pair = start + lane
-        expert = _local(tl.load(ids + pair, mask=pair < pairs, other=-1), first, LOCAL)
-        counts += tl.histogram(expert, BINS)  # bin LOCAL: pairs of other ranks, and none
-    counts = tl.where(bins < LOCAL, counts, 0)
+        expert = _local(tl.load(ids + pair, mask=pair < pairs, other=-1), first, local)
+        counts += tl.histogram(expert, BINS)  # bin `local`: pairs of other ranks, and none
+    counts = tl.where(bins < local, counts, 0)
     base = tl.sum(tl.where(bins < mine, counts, 0), 0)
-    heights = (counts + BM - 1) // BM
+    heights = (counts + block_m - 1) // block_m
     tile = tl.sum(tl.where(bins < mine, heights, 0), 0)
     tl.store(offsets + mine, base)
-    if mine == LOCAL:
+    if mine == local:
         tl.store(tile_count, tile)
     else:
         height = tl.sum(tl.where(bins == mine, heights, 0), 0)
         for step in range(height):
             tl.store(tile_expert + tile + step, mine)
-            tl.store(tile_begin + tile + step, base + step * BM)
+            tl.store(tile_begin + tile + step, base + step * block_m)
     for start in range(0, pairs, BLOCK):
         pair = start + lane
         inside = pair < pairs
-        expert = _local(tl.load(ids + pair, mask=inside, other=-1), first, LOCAL)
+        expert = _local(tl.load(ids + pair, mask=inside, other=-1), first, local)
         chosen = (expert == mine) & inside
-        if mine == LOCAL:
+        if mine == local:
             tl.store(place + pair, -1, mask=chosen)
         else:
             ones = chosen.to(tl.int32)
@@ -68,7 +68,7 @@ def sort_pairs(
 
 
 @triton.jit
-def _local(ids, first, LOCAL: tl.constexpr):
-    """Expert ids to local numbers; LOCAL stands for every expert that is not here."""
-    local = ids.to(tl.int32) - first
-    return tl.where((local >= 0) & (local < LOCAL), local, LOCAL)
+def _local(ids, first, local):
+    """Expert ids to local numbers; `local` stands for every expert that is not here."""
+    number = ids.to(tl.int32) - first
+    return tl.where((number >= 0) & (number < local), number, local)

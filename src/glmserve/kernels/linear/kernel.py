@@ -59,7 +59,33 @@ def chunk_product(
     return acc
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def all_chunks(
+    x,
+    x_scales,
+    x_scale_stride,
+    weight,
+    weight_scales,
+    blocks,
+    per,
+    real,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The chunks of `per` blocks, each summed by itself, added in order."""
+    total = tl.zeros([BN, BM], tl.float32)
+    for begin in tl.range(0, blocks, per):
+        total += chunk_product(
+            x, x_scales, x_scale_stride, weight, weight_scales, begin,
+            tl.minimum(begin + per, blocks), real, BN, BM, BK, SCALED, STAGES,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def few_rows(
     x,
     x_scales,
@@ -70,26 +96,28 @@ def few_rows(
     out,
     rows,
     width,
-    K: tl.constexpr,
+    depth,
+    chunks,
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [rows, width] = x [rows, K] weight [width, K]^T; program (tile and chunk, block of rows).
+    """out [rows, width] = x [rows, depth] weight [width, depth]^T; program (tile and chunk, rows).
 
     SPLIT: each chunk has its own program; the last to finish a tile (a ticket tells) adds the
-    chunks in order from `partial` [row blocks, CHUNKS, BM, tiles * BN] fp32 and sets the ticket
+    chunks in order from `partial` [row blocks, chunks, BM, tiles * BN] fp32 and sets the ticket
     back to 0. `tickets` [row blocks * tiles] int32 are 0 before the first launch.
     """
-    BLOCKS: tl.constexpr = K // BK
-    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
-    WAYS: tl.constexpr = CHUNKS if SPLIT else 1
-    tile = tl.program_id(0) // WAYS
-    tiles = tl.num_programs(0) // WAYS
+    blocks = depth // BK
+    per = tl.cdiv(blocks, chunks)
+    ways = 1
+    if SPLIT:
+        ways = chunks
+    tile = tl.program_id(0) // ways
+    tiles = tl.num_programs(0) // ways
     row_block = tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
@@ -97,41 +125,36 @@ def few_rows(
     real = row < rows
     safe = tl.minimum(row, rows - 1).to(tl.int64)
     k = tl.arange(0, BK)
-    x_tile = x + safe[:, None] * K + k[None, :]
-    w_tile = weight + tl.minimum(n, width - 1)[:, None].to(tl.int64) * K + k[None, :]
-    w_line = weight_scales + (tile * BN // SCALE_BLOCK) * BLOCKS
+    x_tile = x + safe[:, None] * depth + k[None, :]
+    w_tile = weight + tl.minimum(n, width - 1)[:, None].to(tl.int64) * depth + k[None, :]
+    w_line = weight_scales + (tile * BN // SCALE_BLOCK) * blocks
     store = real[None, :] & (n[:, None] < width)
     target = out + safe[None, :] * width + n[:, None]
     if SPLIT:
-        chunk = tl.program_id(0) % WAYS
-        begin = chunk * PER
+        chunk = tl.program_id(0) % ways
+        begin = chunk * per
         acc = chunk_product(
-            x_tile, x_scales + safe, rows, w_tile, w_line, begin, tl.minimum(begin + PER, BLOCKS),
+            x_tile, x_scales + safe, rows, w_tile, w_line, begin, tl.minimum(begin + per, blocks),
             real, BN, BM, BK, SCALED, STAGES,
         )  # fmt: skip
         plane = BM * tiles * BN
-        mine = partial + row_block * CHUNKS * plane + m[None, :] * (tiles * BN) + n[:, None]
+        mine = partial + row_block * chunks * plane + m[None, :] * (tiles * BN) + n[:, None]
         tl.store(mine + chunk * plane, acc, mask=real[None, :])
         tl.debug_barrier()  # every thread's partials before the ticket
         ticket = tl.atomic_add(tickets + row_block * tiles + tile, 1, sem="acq_rel")
-        if ticket == CHUNKS - 1:
+        if ticket == chunks - 1:
             tl.store(tickets + row_block * tiles + tile, 0)
             total = tl.load(mine, mask=real[None, :], other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, CHUNKS):
+            for other in tl.range(1, chunks):
                 total += tl.load(
                     mine + other * plane, mask=real[None, :], other=0.0, cache_modifier=".cg"
                 )
             _store(target, total, store)
     else:
-        total = chunk_product(
-            x_tile, x_scales + safe, rows, w_tile, w_line, 0, min(PER, BLOCKS),
+        total = all_chunks(
+            x_tile, x_scales + safe, rows, w_tile, w_line, blocks, per,
             real, BN, BM, BK, SCALED, STAGES,
         )  # fmt: skip
-        for chunk in tl.range(1, CHUNKS):
-            total += chunk_product(
-                x_tile, x_scales + safe, rows, w_tile, w_line, chunk * PER,
-                tl.minimum(chunk * PER + PER, BLOCKS), real, BN, BM, BK, SCALED, STAGES,
-            )  # fmt: skip
         _store(target, total, store)
 
 
@@ -143,7 +166,7 @@ def _store(target, value, mask):
         tl.store(target, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "per"])
 def many_rows(
     x,
     x_scales,
@@ -152,22 +175,24 @@ def many_rows(
     out,
     rows,
     width,
-    K: tl.constexpr,
+    depth,
+    per,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SCALED: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The same product with one program for each [BM, BN] tile; x and weight are descriptors.
 
+    CHUNKED: the sum is cut into chunks of `per` blocks.
+
     Programs walk down bands of BAND row tiles, so that a band's rows stay in L2 while the weight
     passes once.
     """
-    BLOCKS: tl.constexpr = K // BK
-    PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    blocks = depth // BK
     row_tile, tile = band_order(tl.program_id(0), tl.cdiv(rows, BM), tl.cdiv(width, BN), BAND)
     m0 = row_tile * BM
     n0 = tile * BN
@@ -178,8 +203,8 @@ def many_rows(
     total = tl.zeros([BM, BN], tl.float32)
     if SCALED:
         x_line = x_scales + tl.minimum(row, rows - 1)
-        w_line = weight_scales + (n0 // SCALE_BLOCK) * BLOCKS
-    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+        w_line = weight_scales + (n0 // SCALE_BLOCK) * blocks
+    for block in tl.range(0, blocks, num_stages=STAGES):
         x_tile = x.load([m0, block * BK])
         w_tile = weight.load([n0, block * BK])
         if SCALED:
@@ -187,11 +212,11 @@ def many_rows(
             acc += tl.dot(x_tile, w_tile.T) * scale[:, None]
         else:
             acc = dot(x_tile, w_tile.T, acc)
-        if CHUNKS > 1:
-            if block % PER == PER - 1:
+        if CHUNKED:
+            if block % per == per - 1:
                 total += acc
                 acc = tl.zeros([BM, BN], tl.float32)
-    if CHUNKS > 1:
+    if CHUNKED:
         # An empty last chunk adds zeros, as it does in the split form.
         acc = total + acc
     target = out + row[:, None].to(tl.int64) * width + n[None, :]

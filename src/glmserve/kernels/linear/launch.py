@@ -20,8 +20,8 @@ from ..quantise.reference import QuantRows
 from . import kernel
 from .reference import QuantWeight
 
-FEW = 64  # rows up to which the swap-AB kernel is used
-_SPLIT_ROWS = 64  # rows up to which each chunk may have its own program
+FEW = 256  # rows up to which the swap-AB kernel is used
+_SPLIT_ROWS = 256  # rows up to which each chunk may have its own program
 _WAVE = 264  # programs that fill the card twice
 _PARTIAL_FLOATS = 4 << 20
 _TICKETS = 1 << 14
@@ -135,7 +135,7 @@ def _few(
     grid = (-(-width // tile.block_n) * ways, -(-rows // tile.block_m))
     kernel.few_rows[grid](
         x, x_scales, weight, w_scales, partial, tickets, out, rows, width, x.shape[1],
-        tile.block_n, tile.block_m, shape.block_k, shape.chunks, tile.split, scaled, stages,
+        shape.chunks, tile.block_n, tile.block_m, shape.block_k, tile.split, scaled, stages,
         num_warps=4,
     )  # fmt: skip
 
@@ -151,14 +151,14 @@ def _many(
 ) -> None:
     rows, width = out.shape
     block_m, block_n = 128, 128
-    # The split form's blocks are 128 wide in either dtype; bf16 tiles are halved to fit.
     block_k = shape.block_k
     stages = 4 if scaled else 3
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
     w_desc = TensorDescriptor.from_tensor(weight, [block_n, block_k])
+    per = -(-(x.shape[1] // block_k) // shape.chunks)
     grid = (-(-rows // block_m) * -(-width // block_n),)
     kernel.many_rows[grid](
         x_desc, x_scales, w_desc, w_scales, out, rows, width, x.shape[1],
-        block_m, block_n, block_k, shape.chunks, scaled, 16, stages,
+        per, block_m, block_n, block_k, shape.chunks > 1, scaled, 16, stages,
         num_warps=8,
     )  # fmt: skip

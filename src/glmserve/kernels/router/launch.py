@@ -39,7 +39,7 @@ def route(
     chunks = chunks_of(depth, block_k)
     if wide or rows <= _SPLIT_ROWS:
         parts = torch.empty(chunks, rows, experts, dtype=torch.float32, device=x.device)
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        block_m = 16 if rows <= 16 or wide else 32 if rows <= 32 else 64
         kernel.score_parts[(-(-experts // 64) * chunks, -(-rows // block_m))](
             x, gate, parts, rows, experts, depth, 64, block_m, block_k, chunks, wide, num_warps=4
         )  # fmt: skip
@@ -47,9 +47,10 @@ def route(
         parts = torch.empty(1, rows, experts, dtype=torch.float32, device=x.device)
         x_desc = TensorDescriptor.from_tensor(x, [128, block_k])
         g_desc = TensorDescriptor.from_tensor(gate, [128, block_k])
+        per = -(-(depth // block_k) // chunks)
         linear_kernel.many_rows[(-(-rows // 128) * -(-experts // 128),)](
-            x_desc, x, g_desc, gate, parts, rows, experts, depth, 128, 128, block_k, chunks,
-            False, 16, 3, num_warps=8,
+            x_desc, x, g_desc, gate, parts, rows, experts, depth, per, 128, 128, block_k,
+            chunks > 1, False, 16, 3, num_warps=8,
         )  # fmt: skip
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
