@@ -103,6 +103,11 @@ def test_server_defaults_are_merged_under_the_request(checkpoint: Path) -> None:
         assert "Effort: High" in builder.from_chat(chat(reasoning_effort="high")).text
 
 
+def test_unknown_tools_are_a_setting(checkpoint: Path) -> None:
+    with closing(PromptBuilder(checkpoint, unknown_tool="forward", worker=False)) as builder:
+        assert builder.from_chat(chat(tools=TOOLS)).options.unknown_tool == "forward"
+
+
 def test_half_a_surrogate_pair_is_refused(builder: PromptBuilder) -> None:
     with pytest.raises(InvalidInput, match="text_input"):
         builder.from_text("a\ud800b")

@@ -15,6 +15,7 @@ from glmserve.errors import InvalidInput
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters of one stop string
+UnknownTool = Literal["drop", "forward"]
 StopScope = Literal["raw", "content"]
 ParserStart = Literal["off", "reasoning", "content", "auto"]
 
@@ -62,7 +63,7 @@ class OutputOptions:
     tools: tuple[dict[str, Any], ...] | None = None
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
-    unknown_tool: Literal["drop", "forward"] = "drop"
+    unknown_tool: UnknownTool = "drop"
     stop: StopOptions = field(default_factory=StopOptions)
 
     def to_json(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from glmserve.errors import InvalidInput
 from glmserve.text.chat_request import ChatRequest
 from glmserve.text.normalize import normalize_messages, shield_literals
-from glmserve.text.output_options import OutputOptions, StopOptions
+from glmserve.text.output_options import OutputOptions, StopOptions, UnknownTool
 from glmserve.text.render_worker import RenderWorker
 from glmserve.text.start_state import start_of_ids
 from glmserve.text.template import ChatTemplate, TemplateSource
@@ -45,16 +45,19 @@ class PromptBuilder:
         *,
         template_file: str | Path | None = None,
         plain_user_text: bool = False,
+        unknown_tool: UnknownTool = "drop",
         worker: bool = True,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """plain_user_text: markers spelled in user and tool text are encoded as text.
+        unknown_tool: what becomes of calls to tools that the request did not declare.
         worker: render in a limited child process. defaults: the server's chat_template_kwargs,
         over which a request's own are merged. Raises CheckpointError. A checkpoint without a
         template serves text prompts only.
         """
         self.tokenizer = Tokenizer(checkpoint_dir)
         self._plain_user_text = plain_user_text
+        self._unknown_tool: UnknownTool = unknown_tool
         self._defaults = dict(defaults or {})
         self._renderer: Renderer | None = None
         if template_file or TemplateSource.exists(checkpoint_dir):
@@ -99,6 +102,7 @@ class PromptBuilder:
             tools=callable_tools(chat),
             tool_choice=chat.tool_choice,
             parallel_tool_calls=chat.parallel_tool_calls,
+            unknown_tool=self._unknown_tool,
             stop=stop or StopOptions(),
         )
         return Prompt(ids, text, options)
