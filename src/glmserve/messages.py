@@ -25,12 +25,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
+class DraftScript:
+    """Drafts that a test puts in place of the MTP layer's, to force accepted lengths."""
+
+    output: IntArray  # the request's whole output, known from an earlier run
+    wrong_at: int | None = None  # draft of each step that is made wrong; None = all are right
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt to complete. `uid` is unique among the requests of a server's life."""
 
     uid: str
     prompt: IntArray  # [tokens] int32
     sampling: SamplingParams
+    draft_script: DraftScript | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,8 @@ class RowInit:
     stops_from: int = 0  # first position at which a stop id may be drawn
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_length: int = 0
+    draft_script: DraftScript | None = None
     shaping: Shaping | None = None  # None: logits are drawn from as they are
 
 

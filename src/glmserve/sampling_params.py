@@ -124,6 +124,8 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences that must not be completed
     logprobs: int | None = None  # alternatives reported with each token; None = no logprobs
     prompt_logprobs: int | None = None  # the same for the prompt
+    priority: int = 0  # lower runs sooner and is preempted later
+    deadline: float | None = None  # seconds from arrival until the request is ended
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # applied by postprocess
     stop_token_ids: tuple[int, ...] = ()
@@ -138,6 +140,8 @@ class SamplingParams:
         need(0.0 <= self.temperature <= 100.0, "temperature", "must be in [0, 100]")
         need(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
         need(self.top_k >= 0, "top_k", "must be 0 (off), -1 (off) or positive")
+        need(abs(self.priority) < 1 << 31, "priority", "must fit 32 bits")
+        need(self.deadline is None or self.deadline > 0, "deadline", "must be positive seconds")
         need(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]")
         need(
             0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
@@ -230,6 +234,8 @@ _CONVERT: Mapping[str, Any] = {
     "top_p": _number,
     "top_k": _integer,
     "min_p": _number,
+    "priority": _integer,
+    "deadline": _number,
     "min_tokens": _integer,
     "presence_penalty": _number,
     "frequency_penalty": _number,

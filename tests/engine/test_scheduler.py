@@ -134,6 +134,76 @@ def test_running_out_of_pages_preempts_and_changes_nothing() -> None:
         assert harness.output(uid) == expected_output(prompt, 150, ())
 
 
+def test_prompts_that_hold_every_page_do_not_block_each_other() -> None:
+    harness = Harness(num_pages=9, max_rows=4, chunk=256)
+    prompts = {str(i): prompt_of(400, i) for i in range(3)}
+    harness.loop.take([make_request(uid, p, 40, ignore_eos=True) for uid, p in prompts.items()])
+    harness.run()
+    for uid, prompt in prompts.items():
+        assert harness.output(uid) == expected_output(prompt, 40, ())
+
+
+def test_a_long_prompt_leaves_room_for_a_short_one() -> None:
+    harness = Harness(num_pages=60, chunk=64)
+    harness.loop.take([make_request("long", prompt_of(2000, 1), 2, ignore_eos=True)])
+    harness.loop.step()
+    harness.loop.take([make_request("short", prompt_of(30, 2), 2, ignore_eos=True)])
+    harness.run()
+    ends = [chunk.uid for chunk in harness.chunks if chunk.finish_reason]
+    assert ends == ["short", "long"]
+
+
+def test_decoding_rows_leave_a_quarter_of_the_step_to_prompts() -> None:
+    harness = Harness(chunk=8, max_rows=8, num_pages=60)
+    harness.loop.take(
+        [make_request(str(i), prompt_of(4, i), 60, ignore_eos=True) for i in range(7)]
+    )
+    for _ in range(20):
+        harness.loop.step()
+    harness.loop.take([make_request("late", prompt_of(40, 9), 2, ignore_eos=True)])
+    harness.run()
+    late = [c.length for p in harness.ranks.plans if len(p.decode) == 7 for c in p.prefill]
+    assert late and set(late) == {2}
+
+
+def test_priority_decides_who_enters_and_who_is_preempted() -> None:
+    harness = Harness(max_rows=1)
+    for uid, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0)):
+        harness.loop.take([make_request(uid, [5, 6, 7], 3, ignore_eos=True, priority=priority)])
+    harness.run()
+    assert [c.uid for c in harness.chunks if c.finish_reason] == ["c", "a", "d", "b"]
+
+    harness = Harness(num_pages=7, max_rows=3)
+    for uid, priority in (("low", 9), ("high", 0), ("middle", 1)):
+        prompt = prompt_of(60, 40 + priority)
+        harness.loop.take([make_request(uid, prompt, 120, ignore_eos=True, priority=priority)])
+    harness.run()
+    assert harness.scheduler.preemptions > 0
+    assert [c.uid for c in harness.chunks if c.finish_reason] == ["high", "middle", "low"]
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("glmserve.engine.loop.time.monotonic", lambda: now)
+    harness = Harness()
+    harness.loop.take(
+        [
+            make_request("late", prompt_of(9, 1), 200, ignore_eos=True, deadline=2.0),
+            make_request("other", prompt_of(9, 2), 20, ignore_eos=True, deadline=50.0),
+        ]
+    )
+    for _ in range(6):
+        harness.loop.step()
+    now = 102.5
+    harness.loop.take([])
+    harness.run()
+    last = next(c for c in harness.chunks if c.uid == "late" and c.finish_reason)
+    assert (last.finish_reason, last.error) == ("abort", "the request's deadline of 2 s has passed")
+    got = harness.output("late")
+    assert 0 < len(got) < 20 and got == expected_output(prompt_of(9, 1), 200, ())[: len(got)]
+    assert harness.output("other") == expected_output(prompt_of(9, 2), 20, ())
+
+
 def test_limits_leave_room_for_the_longest_request() -> None:
     config = EngineConfig("none", num_pages=9, drafts=3).with_limits(1 << 20)
     assert config.max_model_len == 8 * 64 - config.lookahead

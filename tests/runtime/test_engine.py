@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from glmserve.checkpoint.synthetic import make_checkpoint
 from glmserve.config import EngineConfig
 from glmserve.engine.client import EngineClient
 from glmserve.errors import ConfigError, EngineError, InvalidInput
-from glmserve.messages import Chunk, Request
+from glmserve.messages import Chunk, DraftScript, Request
 from glmserve.sampling_params import SamplingParams
 from tests.tolerances import assert_close
 
@@ -148,6 +149,26 @@ def test_tokens_do_not_depend_on_how_they_are_computed(
     start: Engine, alone: dict[str, list[int]], settings: dict[str, object]
 ) -> None:
     assert tokens_of(start(**settings), batch=True) == alone
+
+
+def test_target_passes_follow_the_accepted_drafts(
+    start: Engine, alone: dict[str, list[int]]
+) -> None:
+    client = start(drafts=3)
+    for wrong_at, confirmed in ((None, 4), (2, 3), (1, 2), (0, 1)):
+        made = [
+            dataclasses.replace(
+                request,
+                draft_script=DraftScript(np.asarray(alone[request.uid], dtype=np.int32), wrong_at),
+            )
+            for request in requests()
+        ]
+        for request in made:
+            client.submit(request)
+        for uid, chunks in collect(client, [r.uid for r in made]).items():
+            assert [token for chunk in chunks for token in chunk.token_ids] == alone[uid]
+            # The prefill gives one token, each later pass the accepted drafts and one more.
+            assert len(chunks) == 1 + -(-(NEW - 1) // confirmed)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from glmserve import env
 from glmserve.config import EngineConfig
 from glmserve.engine.admission import check_request
 from glmserve.errors import EngineError
-from glmserve.ipc.process import Child, Heartbeat, spawn, terminate
+from glmserve.ipc.process import Child, Heartbeat, interpreter, spawn, terminate
 from glmserve.messages import (
     Cancel,
     Chunk,
@@ -73,7 +72,7 @@ class EngineClient:
         heartbeat = Heartbeat()
         spec = EngineSpec(config.to_json(), theirs.fileno(), heartbeat.child_fd)
         child = spawn(
-            [sys.executable, "-m", "glmserve.engine.process", spec.to_json()],
+            [interpreter(), "-m", "glmserve.engine.process", spec.to_json()],
             name="engine",
             env=env.child_environment(),
             pass_fds=(theirs.fileno(),),

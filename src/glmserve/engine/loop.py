@@ -7,6 +7,7 @@ it can plan no further. It never waits for the client.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -40,12 +41,13 @@ class EngineLoop:
         self.in_flight: deque[StepPlan] = deque()
 
     def take(self, messages: Iterable[Request | Cancel]) -> None:
-        """Queues requests and applies cancels."""
-        chunks: list[Chunk] = []
+        """Queues requests, applies cancels and deadlines. Called before every step."""
+        now = time.monotonic()
+        chunks = self.scheduler.expire(now)
         for message in messages:
             if isinstance(message, Cancel):
                 chunks += self.scheduler.cancel(message.uid)
-            elif (refusal := self.scheduler.add(message)) is not None:
+            elif (refusal := self.scheduler.add(message, now)) is not None:
                 chunks.append(refusal)
         if chunks:
             self.emit(chunks)

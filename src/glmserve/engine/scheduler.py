@@ -8,8 +8,9 @@ rings, time.
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections import deque
+from bisect import insort
 
 import numpy as np
 
@@ -28,6 +29,10 @@ from glmserve.messages import (
 )
 
 
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
+
+
 class Scheduler:
     """Owns every sequence from arrival to its last chunk. One thread uses it."""
 
@@ -35,8 +40,10 @@ class Scheduler:
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.pool = PagePool(config.num_pages, config.page_seed)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first: preemption takes from the end
+        self.waiting: list[Sequence] = []  # both in order: (priority, arrival)
+        self.running: list[Sequence] = []  # preemption takes from the end
+        self._arrivals = 0
+        self._next_deadline = math.inf
         self.preemptions = 0
         self.cached_tokens = 0  # that admissions found in the prefix cache
         self._by_uid: dict[str, Sequence] = {}
@@ -48,8 +55,11 @@ class Scheduler:
 
     # -- requests -------------------------------------------------------------------------
 
-    def add(self, request: Request) -> Chunk | None:
-        """Queues a checked request. Returns an error chunk instead when the queue is full."""
+    def add(self, request: Request, now: float = 0.0) -> Chunk | None:
+        """Queues a checked request. Returns an error chunk instead when the queue is full.
+
+        `now` is time.monotonic(), for deadlines.
+        """
         if len(self.waiting) >= self.config.max_queue:
             return Chunk(
                 request.uid,
@@ -62,9 +72,18 @@ class Scheduler:
         assert request.uid not in self._by_uid, request.uid
         max_tokens, seed = request.sampling.max_tokens, request.sampling.seed
         assert max_tokens is not None, "admission.check_request fills it in"
-        sequence = Sequence(request, secrets.randbits(64) if seed is None else seed, max_tokens)
+        self._arrivals += 1
+        seconds = request.sampling.deadline
+        sequence = Sequence(
+            request,
+            secrets.randbits(64) if seed is None else seed,
+            max_tokens,
+            order=(request.sampling.priority, self._arrivals),
+            deadline=math.inf if seconds is None else now + seconds,
+        )
         self._by_uid[request.uid] = sequence
-        self.waiting.append(sequence)
+        self._next_deadline = min(self._next_deadline, sequence.deadline)
+        insort(self.waiting, sequence, key=_order)
         return None
 
     def knows(self, uid: str) -> bool:
@@ -79,6 +98,18 @@ class Scheduler:
                 self.waiting.remove(sequence)
             self._finish(sequence, "abort")
             chunks.append(sequence.chunk())
+        return chunks
+
+    def expire(self, now: float) -> list[Chunk]:
+        """Ends the requests whose deadline has passed, with what they have so far."""
+        chunks: list[Chunk] = []
+        if now < self._next_deadline:
+            return chunks
+        for sequence in [s for s in self._by_uid.values() if s.deadline <= now]:
+            seconds = sequence.request.sampling.deadline
+            sequence.error = f"the request's deadline of {seconds:g} s has passed"
+            chunks += self.cancel(sequence.uid)
+        self._next_deadline = min((s.deadline for s in self._by_uid.values()), default=math.inf)
         return chunks
 
     @property
@@ -101,12 +132,15 @@ class Scheduler:
             return None
         admit: list[RowInit] = []
         # What was preempted for want of pages must not come back in the same step.
-        prefill = self._plan_prefill(grants, admit, starved=self.preemptions > preemptions)
+        starved = self.preemptions > preemptions
+        prefill = self._plan_prefill(grants, admit, self._prefill_budget(len(decode)), starved)
         if not decode and not prefill:
-            assert self._busy or not (self.running or self.waiting), (
-                "no step can be planned: the pool is too small"
-            )
-            return None
+            if self._busy or not (self.running or self.waiting):
+                return None
+            # Half-read prompts hold every page and none can go on: the last one gives way.
+            assert len(self.running) > 1, "the pool is too small for one sequence"
+            self._preempt(self.running[-1], grants)
+            return self.schedule()
         step, self._next_step = self._next_step, self._next_step + 1
         for sequence in decode:
             sequence.sampling_steps += 1
@@ -135,10 +169,17 @@ class Scheduler:
                 planned.append(sequence)
         return planned
 
+    def _prefill_budget(self, decoding: int) -> int:
+        """Prompt tokens of a step: what decoding leaves of `chunk`, but a quarter at least.
+
+        Decoding rows never wait for prompts, and prompts are never shut out by them.
+        """
+        chunk = self.config.chunk
+        return max(chunk - decoding * (self.config.drafts + 1), -(-chunk // 4))
+
     def _plan_prefill(
-        self, grants: list[PageGrant], admit: list[RowInit], starved: bool
+        self, grants: list[PageGrant], admit: list[RowInit], budget: int, starved: bool
     ) -> list[PrefillChunk]:
-        budget = self.config.chunk
         chunks: list[PrefillChunk] = []
         candidates = [s for s in self.running if s.prefilling]
         while budget > 0:
@@ -152,7 +193,10 @@ class Scheduler:
             if enters:
                 self._match(sequence)
             start = sequence.prefilled
-            length = min(budget, len(sequence.context) - start)
+            # A long prompt leaves half of the step to those behind it.
+            others = candidates or (self.waiting[int(enters) :] and self._free_rows and not starved)
+            share = -(-budget // 2) if others else budget
+            length = min(share, len(sequence.context) - start)
             if not self._grow(sequence, start + length, grants, silent=enters):
                 if enters:
                     self._unmatch(sequence)
@@ -184,8 +228,8 @@ class Scheduler:
         sequence.restart()
 
     def _admit(self, sequence: Sequence, grants: list[PageGrant]) -> RowInit:
-        self.waiting.popleft()
-        self.running.append(sequence)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_order)
         if not sequence.output:
             sequence.cached = sequence.computed
         self.cached_tokens += sequence.computed
@@ -217,7 +261,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.restart()
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_order)
 
     # -- results --------------------------------------------------------------------------
 

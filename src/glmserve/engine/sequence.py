@@ -30,6 +30,8 @@ class Sequence:
     request: Request
     seed: int  # 64 bits, drawn when the request brought none
     max_tokens: int
+    order: tuple[int, int]  # (priority, arrival): lower goes first
+    deadline: float  # time.monotonic() at which it is ended
     output: list[int] = field(default_factory=list)  # confirmed tokens
     pages: list[int] = field(default_factory=list)  # physical, in logical order
     row: int = -1  # device row while running
@@ -40,6 +42,7 @@ class Sequence:
     sampling_steps: int = 0  # steps in flight that sample this sequence
     last_step: int = -1  # newest step whose plan names the row
     finish_reason: FinishReason | None = None
+    error: str = ""  # why, where the reason does not say it
     chunks_sent: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not sent yet
     keys: list[bytes] = field(default_factory=list)  # of leading full pages, as far as needed
@@ -94,6 +97,8 @@ class Sequence:
             stops_from=len(self.request.prompt) + s.min_tokens,
             logprobs=s.logprobs,
             prompt_logprobs=None if self.output else s.prompt_logprobs,
+            prompt_length=len(self.request.prompt),
+            draft_script=self.request.draft_script,
             shaping=self._shaping(),
         )
 
@@ -147,5 +152,6 @@ class Sequence:
             num_cached_tokens=self.cached,
             logprobs=out.logprobs if out else (),
             prompt_logprobs=prompt_logprobs,
+            error=self.error,
             stop_token=tokens[-1] if out and out.stopped else None,
         )

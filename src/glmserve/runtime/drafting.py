@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +83,25 @@ class Drafter:
         tokens, logits = self._passes(draft, shared)
         if capture:
             capture.drafts(shared, tokens, logits)
+        if self.state.scripts:
+            tokens = self._scripted(layout.sampled, tokens)
         self.state.drafts[layout.sampled] = tokens
+
+    def _scripted(self, rows: Tensor, drafts: Tensor) -> Tensor:
+        """Puts test drafts in place of the MTP layer's [N, k] where a request brings them."""
+        drafts = drafts.clone()
+        for draft, row, length in zip(
+            drafts, rows.tolist(), self.state.length[rows].tolist(), strict=True
+        ):
+            if row not in self.state.scripts:
+                continue
+            prompt_length, script = self.state.scripts[row]
+            start = length - prompt_length
+            ahead = torch.from_numpy(script.output[start : start + len(draft)].astype(np.int64))
+            draft[: len(ahead)] = ahead
+            if script.wrong_at is not None and script.wrong_at < len(draft):
+                draft[script.wrong_at] = (draft[script.wrong_at] + 1) % self.sampler.valid_tokens
+        return drafts
 
     def _keep_page_ends(self, batch: StepBatch, hidden: Tensor) -> None:
         if self.page_hidden is None:

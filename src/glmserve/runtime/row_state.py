@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glmserve.config import EngineConfig
-from glmserve.messages import PageGrant, RowInit
+from glmserve.messages import DraftScript, PageGrant, RowInit
 from glmserve.runtime.sampler import SamplingRows
 from glmserve.sampling_params import MAX_STOP_TOKENS
 
@@ -50,6 +50,7 @@ class RowState:
             (rows, config.pages_per_row), scratch, dtype=torch.int32, device=device
         )
         self._scratch = scratch
+        self.scripts: dict[int, tuple[int, DraftScript]] = {}  # row -> prompt length, test drafts
 
     def admit(self, init: RowInit) -> None:
         """Puts a sequence into a row; it becomes active when its prompt has been computed."""
@@ -73,6 +74,9 @@ class RowState:
             init.stop_token_ids, dtype=torch.int64
         )
         self.page_table[row] = self._scratch
+        self.scripts.pop(row, None)
+        if init.draft_script is not None:
+            self.scripts[row] = (init.prompt_length, init.draft_script)
 
     def grant(self, grants: Iterable[PageGrant]) -> None:
         for grant in grants:

@@ -37,6 +37,7 @@ class Sampler:
     ) -> None:
         first = group.rank * shard_width
         self.group = group
+        self.valid_tokens = valid_tokens
         self.ids = torch.arange(first, first + shard_width, device=device)
         self.invalid = self.ids >= valid_tokens  # head rows that no token has
 
