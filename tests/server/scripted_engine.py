@@ -19,11 +19,12 @@ from typing import Self
 from glmserve.config import EngineConfig
 from glmserve.engine.admission import check_request
 from glmserve.errors import EngineError
-from glmserve.messages import Chunk, EngineInfo, Request
+from glmserve.messages import Chunk, EngineInfo, Request, TokenLogprobs
 from glmserve.model_config import ModelConfig
 
 STEP = 3  # ids of a chunk: 1, 2, 3, 1, 2, 3 ...
 PAUSE = 0.002  # seconds between two steps
+CACHED = 1  # tokens of every prompt that it says it had
 
 
 class Act(IntEnum):
@@ -41,6 +42,11 @@ class Act(IntEnum):
 def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
     """The ids that answer `prompt`."""
     return [int(prompt[i % len(prompt)]) for i in range(max_tokens)]
+
+
+def logprobs(ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    """Each token is the second most probable one; the first is the id after it."""
+    return tuple(TokenLogprobs(-1.0 - i / 8, ((i + 1, -0.25), (i, -1.0 - i / 8))) for i in ids)
 
 
 @dataclass
@@ -157,6 +163,8 @@ class ScriptedEngine:
             finish_reason=finish,  # type: ignore[arg-type]
             num_prompt_tokens=len(row.request.prompt),
             num_output_tokens=row.sent,
+            num_cached_tokens=CACHED,
+            logprobs=logprobs(ids) if row.request.sampling.logprobs is not None else (),
             error=error,
             error_code=code,
         )

@@ -45,7 +45,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "unknown parameter": ({"text_input": "x", "parameters": {"temprature": 1}}, ["temprature"]),
     "empty stop string": ({"text_input": "x", "stop_words": ["a", ""]}, ["stop"]),
-    "unsupported setting": ({"text_input": "x", "repetition_penalty": 1.5}, ["repetition_penalty"]),
+    "unsupported setting": ({"text_input": "x", "beam_width": 4}, ["beam_width"]),
     "echo of a stream": (
         {"text_input": "x", "stream": True, "exclude_input_in_output": False},
         ["exclude_input_in_output"],

@@ -8,9 +8,11 @@ import json
 import subprocess
 from collections.abc import Callable
 
+import pytest
+
 from glmserve.text.tokenizer import Tokenizer
 from tests.server.harness import Answer, Server, in_parallel, in_parallel_aio, wait_until
-from tests.server.scripted_engine import Act, answer
+from tests.server.scripted_engine import CACHED, Act, answer
 
 STREAMS = 16
 TOKENS = 200
@@ -93,6 +95,82 @@ def test_the_same_setting_by_parameter_tensor_and_json(
         text_input="a b c", max_tokens=7, sampling_parameters='{"max_tokens": 4, "top_p": 0.5}'
     )
     assert both[1]["text_output"] == expected[4]
+
+
+def test_a_stock_frontend_in_vllm_mode_is_understood(
+    scripted: Server, tokenizer: Tokenizer
+) -> None:
+    """The tensors that it sends, with the settings that it fills in by itself."""
+    settings = {"frequency_penalty": 0.0, "logprobs": False, "n": 1, "presence_penalty": 0.0}
+    settings |= {"temperature": 0.7, "top_p": 1.0, "max_tokens": 9}
+    got = scripted.grpc_stream(
+        text_input="one two",
+        stream=True,
+        exclude_input_in_output=True,
+        sampling_parameters=json.dumps(settings),
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+    )
+    got.check_stream(len(tokenizer.encode("one two")), 9)
+    assert got.text == _expected(tokenizer, "one two", 9)
+
+
+def test_tensorrt_llm_names_are_understood(scripted: Server, tokenizer: Tokenizer) -> None:
+    got = scripted.grpc_stream(
+        text_input="one two",
+        stream=True,
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.5,
+        seed=int(Act.ANSWER),
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        length_penalty=1.0,
+        beam_width=1,
+        stop_words=["never written"],
+        bad_words=["neither"],
+    )
+    assert got.text == _expected(tokenizer, "one two", 9)
+
+
+def test_logprobs_go_out_with_their_tokens(scripted: Server, tokenizer: Tokenizer) -> None:
+    ids = answer(tokenizer.encode("one two"), 30)
+    got = scripted.grpc_stream(
+        text_input="one two",
+        stream=True,
+        sampling_parameters='{"max_tokens": 30, "logprobs": 2}',
+    )
+    entries = [entry for r in got.responses for entry in json.loads(r["logprobs"])]
+    assert [list(entry) for entry in entries] == [[str(i), str(i + 1)] for i in ids]
+    for i, entry in zip(ids, entries, strict=True):
+        own = entry[str(i)]
+        assert (own["logprob"], own["rank"]) == (-1.0 - i / 8, 2)
+        assert bytes(own["bytes"]) == tokenizer.decode([i]).encode()
+    total = sum(-1.0 - i / 8 for i in ids)
+    assert got.responses[-1]["cumulative_logprob"] == pytest.approx(total, rel=1e-6)
+    counts = [len(json.loads(r["logprobs"])) for r in got.responses]
+    assert counts == [r["num_output_tokens"] for r in got.responses]
+
+
+def test_logprobs_are_null_unless_asked_for(scripted: Server) -> None:
+    _, body = scripted.generate(text_input="one two", max_tokens=3)
+    assert (body["logprobs"], body["cumulative_logprob"]) == ("null", 0)
+    _, body = scripted.generate(text_input="one two", max_tokens=3, return_logprobs=True)
+    assert len(json.loads(body["logprobs"])) == 3
+
+
+def test_tokens_behind_a_stop_string_are_not_counted(scripted: Server) -> None:
+    _, body = scripted.generate(
+        text_input="alpha END omega ",
+        max_tokens=60,
+        stop_words=["END"],
+        return_cumulative_logprob=True,
+    )
+    assert body["num_output_tokens"] == len(json.loads(body["logprobs"])) < 16
+    assert body["num_cached_tokens"] == CACHED
 
 
 def test_stop_string_ends_a_stream_at_once(scripted: Server, tokenizer: Tokenizer) -> None:
@@ -223,3 +301,14 @@ def test_relay_cancels_by_uid(scripted: Server, tokenizer: Tokenizer) -> None:
     assert (got.finish_reason, got.finals) == ("abort", 1)
     assert _expected(tokenizer, "one two", 1500).startswith(got.text)
     assert 0 < len(got.text) < 500
+
+
+def test_bad_words_become_the_tokens_of_both_spellings(
+    scripted: Server, tokenizer: Tokenizer
+) -> None:
+    with scripted.open_stream("preprocess", text_input="x", bad_words=["never"]) as stream:
+        stream.read()
+    settings = json.loads(stream.answer.responses[0]["sampling_parameters"])
+    assert settings["bad_words"] == []
+    spelled = [tokenizer.decode(ids) for ids in settings["bad_word_ids"]]
+    assert spelled == ["never", " never"]

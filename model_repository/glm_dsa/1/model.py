@@ -71,7 +71,7 @@ class TritonPythonModel:
                 tensors = pb_tensors.read_inputs(request, _TENSORS.inputs)
                 parsed = parse_tokens_request(tensors, self.defaults)
             except GlmServeError as error:
-                responder.fail(error)
+                self.stage.refuse(error, responder)
             else:
                 self.stage.submit(parsed, responder)
 

@@ -31,7 +31,7 @@ class TritonPythonModel:
 
     def _respond(self, request: Any) -> Any:
         tensors = pb_tensors.read_inputs(request, _TENSORS.inputs)
-        tokens = TokensResponse(output_settings=tensors.pop("output_settings", None), **tensors)
+        tokens = TokensResponse(**tensors)
         answer = self.stage.handle(tokens, request.is_cancelled)
         return pb.InferenceResponse(pb_tensors.make_outputs(_TENSORS.outputs, vars(answer)))
 

@@ -17,74 +17,33 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import numpy as np
+from typing import Any, Final
 
 from glmserve.config import EngineConfig
 from glmserve.errors import EngineError, GlmServeError, InvalidInput, Unavailable
 from glmserve.messages import Chunk
 from glmserve.server.engine_source import StartEngine
 from glmserve.server.relay import RelayServer, write_failure
-from glmserve.server.stage_messages import TokensRequest, TokensResponse
+from glmserve.server.running import Responder, Running, StopWatch
+from glmserve.server.stage_messages import TokensRequest
 
 _ACK_WAIT: Final = 10.0  # seconds without an acknowledgement until the client counts as gone
 _POLL: Final = 0.25  # seconds between two looks at cancellation, keep-alives and lost answers
 _EXIT_WAIT: Final = 8.0  # seconds that the server gets to stop after the engine died
 
 
-class Responder(Protocol):
-    """The server's end of one request; called from the sender thread only."""
-
-    def send(self, response: TokensResponse, final: bool) -> None: ...
-
-    def fail(self, error: GlmServeError) -> None:
-        """Answers with an error status; nothing may follow."""
-
-    def finish(self) -> None:
-        """Ends the request without another response."""
-
-    def is_cancelled(self) -> bool: ...
-
-
-# Told new ids of one answer, says whether a stop string has been met.
-StopWatch = Callable[[Sequence[int]], bool]
-
-
-@dataclass
-class _Running:
-    """A request whose last response has not been sent; owned by the sender thread."""
-
-    source: TokensRequest
-    responder: Responder
-    sent_at: float
-    pending: list[int] = field(default_factory=list)
-    last: Chunk | None = None  # the engine's final chunk
-    index: int = 0  # of the next response
-    acked: int = -1  # newest response that postprocess has handled
-    cached: int = 0  # prompt tokens from the prefix cache, as the newest chunk says
-    keep_alive_due: bool = False
-    stop_watch: StopWatch | None = None  # where postprocess sees nothing before the end
-
-    @property
-    def uid(self) -> str:
-        return self.source.request.uid
-
-    @property
-    def acknowledges(self) -> bool:
-        return self.source.output_settings is not None
-
-    @property
-    def in_flight(self) -> bool:
-        return self.acknowledges and self.acked < self.index - 1
-
-
 @dataclass(frozen=True)
 class _Submit:
     source: TokensRequest
+    responder: Responder
+
+
+@dataclass(frozen=True)
+class _Refuse:
+    error: GlmServeError
     responder: Responder
 
 
@@ -102,7 +61,7 @@ class _Close:
     pass
 
 
-_Event = _Submit | _Relayed | list[Chunk] | _Failed | _Close
+_Event = _Submit | _Refuse | _Relayed | list[Chunk] | _Failed | _Close
 
 
 class GlmStage:
@@ -125,7 +84,7 @@ class GlmStage:
         self._watch_stops = watch_stops
         self._keep_alive = keep_alive
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._delivered: dict[str, float] = {}  # uid -> when to stop waiting for its last ack
         self._draining = False
         self._closing = False
@@ -148,6 +107,10 @@ class GlmStage:
     def submit(self, source: TokensRequest, responder: Responder) -> None:
         """Queues a request; every answer, also a refusal, comes from the sender thread."""
         self._events.put(_Submit(source, responder))
+
+    def refuse(self, error: GlmServeError, responder: Responder) -> None:
+        """Answers a request that could not be parsed, in its turn."""
+        self._events.put(_Refuse(error, responder))
 
     def close(self) -> None:
         """Ends the engine, then the threads, then the relay. Called by the server's finalize."""
@@ -224,7 +187,7 @@ class GlmStage:
             return self._events.get(timeout=wait) if wait > 0 else self._events.get_nowait()
         return None
 
-    def _handle(self, event: _Submit | _Relayed | list[Chunk] | _Failed) -> set[str]:
+    def _handle(self, event: _Submit | _Refuse | _Relayed | list[Chunk] | _Failed) -> set[str]:
         """Applies one event; returns the uids that may have something to send."""
         if isinstance(event, list):
             return self._on_chunks(event)
@@ -232,6 +195,9 @@ class GlmStage:
             return self._on_message(event.message)
         if isinstance(event, _Submit):
             self._on_submit(event)
+        elif isinstance(event, _Refuse):
+            with _reporting("without a uid"):
+                event.responder.fail(event.error)
         else:
             self._fail_all(event.reason)
             self._end_server()
@@ -251,7 +217,7 @@ class GlmStage:
             with _reporting(request.uid):
                 event.responder.fail(error)
             return
-        running = _Running(event.source, event.responder, time.monotonic())
+        running = Running(event.source, event.responder, time.monotonic())
         settings = event.source.output_settings
         if request.sampling.stop and settings is not None and not event.source.stream:
             running.stop_watch = self._watch_stops(settings)
@@ -264,6 +230,8 @@ class GlmStage:
             if running is None or running.last is not None:  # ended by a stop string or its client
                 continue
             running.pending.extend(chunk.token_ids)
+            running.logprobs.extend(chunk.logprobs)
+            running.prompt_logprobs.extend(chunk.prompt_logprobs)
             running.cached = chunk.num_cached_tokens
             if chunk.finish_reason is not None:
                 running.last = chunk
@@ -337,29 +305,12 @@ class GlmStage:
                 return
         self._send(running)
 
-    def _send(self, running: _Running) -> None:
-        now = time.monotonic()
-        last, source = running.last, running.source
-        response = TokensResponse(
-            output_ids=np.array(running.pending, dtype=np.int32),
-            finish_reason=(last.finish_reason or "") if last else "",
-            stop_token=-1 if last is None or last.stop_token is None else last.stop_token,
-            num_input_tokens=len(source.request.prompt),
-            num_cached_tokens=running.cached,
-            num_output_tokens=len(running.pending),
-            request_uid=running.uid,
-            index=running.index,
-            error_message=last.error if last else "",
-            output_settings=source.output_settings if running.index == 0 else None,
-        )
-        running.pending.clear()
-        running.keep_alive_due = False
-        running.index += 1
-        running.sent_at = now
+    def _send(self, running: Running) -> None:
+        last, response = running.last, running.take_response()
         if last is not None:
             del self._running[running.uid]
             if running.acknowledges:
-                self._delivered[running.uid] = now + _ACK_WAIT
+                self._delivered[running.uid] = running.sent_at + _ACK_WAIT
         try:
             running.responder.send(response, final=last is not None)
         except Exception as error:  # the server refused it: nobody waits for the rest

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from glmserve.server.logprobs import LogprobFormat
 from glmserve.server.output_settings import OutputSettings
 from glmserve.server.relay import RelayClient
 from glmserve.server.stage_messages import TextResponse, TokensResponse
@@ -24,8 +25,6 @@ from glmserve.text.tokenizer import Tokenizer
 _FORGET_AFTER: Final = 3600.0  # seconds without a response until a request's state is dropped
 _SWEEP_EVERY: Final = 60.0
 _CANCEL_POLL: Final = 0.1  # seconds between two questions whether a client is still there
-
-_NOTHING: Final = OutputDelta("", "", (), None, None, False, 0, 0)
 
 
 @dataclass
@@ -38,6 +37,7 @@ class _Answer:
     asked_at: float  # when the client was last known to be there
     billed: int = 0  # tokens counted in earlier responses
     reasoning: int = 0  # reasoning tokens counted in earlier responses
+    logprob: float = 0.0  # sum over the tokens of earlier responses
 
 
 class PostprocessStage:
@@ -45,6 +45,7 @@ class PostprocessStage:
 
     def __init__(self, tokenizer: Tokenizer, relay: RelayClient) -> None:
         self._tokenizer = tokenizer
+        self._logprobs = LogprobFormat(tokenizer)
         self._relay = relay
         self._answers: dict[str, _Answer] = {}
         self._swept_at = time.monotonic()
@@ -63,8 +64,7 @@ class PostprocessStage:
         except Exception as error:  # the request's own: a broken id, lost state
             self._answers.pop(uid, None)
             self._relay.tell(op="stop", uid=uid, index=tokens.index)
-            reason = f"postprocess: {error}"
-            return self._response(tokens, _NOTHING, 0, finish_reason="error", error=reason)
+            return self._response(tokens, None, OutputDelta(), error=f"postprocess: {error}")
         if delta.stopped:
             self._relay.tell(op="stop", uid=uid, index=tokens.index)
         else:
@@ -75,19 +75,7 @@ class PostprocessStage:
             self._relay.tell(op="ack", uid=uid, index=tokens.index)
         if delta.finish_reason is not None:
             del self._answers[uid]
-        billed = max(0, delta.completion_tokens - answer.billed)
-        answer.billed += billed
-        reasoning = answer.processor.reasoning_tokens - answer.reasoning
-        answer.reasoning += reasoning
-        echo, answer.echo = answer.echo, ""
-        return self._response(
-            tokens,
-            delta,
-            billed,
-            reasoning=reasoning,
-            finish_reason=delta.finish_reason or "",
-            echo=echo,
-        )
+        return self._response(tokens, answer, delta)
 
     def _answer(self, tokens: TokensResponse, now: float) -> _Answer:
         if tokens.output_settings is not None:
@@ -101,26 +89,36 @@ class PostprocessStage:
         return answer
 
     def _response(
-        self,
-        tokens: TokensResponse,
-        delta: OutputDelta,
-        billed: int,
-        *,
-        finish_reason: str,
-        reasoning: int = 0,
-        echo: str = "",
-        error: str = "",
+        self, tokens: TokensResponse, answer: _Answer | None, delta: OutputDelta, error: str = ""
     ) -> TextResponse:
+        """The outputs of one response; `answer` is None when its state is lost."""
+        echo, billed, reasoning, total, logprobs = "", 0, 0, 0.0, "null"
+        if answer is not None:
+            echo, answer.echo = answer.echo, ""
+            billed = max(0, delta.completion_tokens - answer.billed)
+            answer.billed += billed
+            reasoning = max(0, answer.processor.reasoning_tokens - answer.reasoning)
+            answer.reasoning += reasoning
+            if tokens.logprobs is not None:
+                logprobs, new = self._logprobs.write(tokens.logprobs, delta.accepted)
+                answer.logprob += new
+            total = answer.logprob
+        prompt_logprobs = "null"
+        if tokens.prompt_logprobs is not None:
+            prompt_logprobs, _ = self._logprobs.write(tokens.prompt_logprobs)
         return TextResponse(
             text_output=echo + delta.text,
             reasoning_content=delta.reasoning_content,
             tool_calls=json.dumps(delta.tool_calls, ensure_ascii=False),
-            finish_reason=finish_reason,
+            finish_reason="error" if error else delta.finish_reason or "",
             stop_reason=json.dumps(delta.stop_reason, ensure_ascii=False),
+            cumulative_logprob=total,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             num_input_tokens=tokens.num_input_tokens,
             num_cached_tokens=tokens.num_cached_tokens,
             num_output_tokens=billed,
-            num_reasoning_tokens=max(0, reasoning),
+            num_reasoning_tokens=reasoning,
             request_uid=tokens.request_uid,
             index=tokens.index,
             error_message=error or tokens.error_message,

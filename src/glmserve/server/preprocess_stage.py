@@ -9,7 +9,8 @@ early). Not its job: how a prompt is rendered or tokenized (`text`), tensors (`m
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from glmserve.config import EngineConfig
@@ -79,6 +80,7 @@ class PreprocessStage:
         stop = StopOptions(
             strings=sampling.stop,
             include=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
             token_ids=sampling.stop_token_ids,
         )
         prompt = self._prompt(tensors, stop)
@@ -108,7 +110,22 @@ class PreprocessStage:
                 values[setting] = value.tolist() if hasattr(value, "tolist") else value
         if "sampling_parameters" in request.tensors:
             values |= SamplingParams.parse_object(request.tensors["sampling_parameters"])
-        return SamplingParams.from_mapping(values, self._defaults)
+        sampling = SamplingParams.from_mapping(values, self._defaults)
+        if sampling.logprobs is None and any(
+            request.tensors.get(name) for name in ("return_logprobs", "return_cumulative_logprob")
+        ):
+            sampling = replace(sampling, logprobs=0)
+        if sampling.bad_words:
+            sampling = replace(
+                sampling, bad_words=(), bad_word_ids=self._spellings(sampling.bad_words)
+            )
+        return sampling
+
+    def _spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens, as it stands and after a space: both may be written."""
+        encode = self._builder.tokenizer.encode
+        forms = [form for word in words for form in (word, " " + word.lstrip())]
+        return tuple(dict.fromkeys(tuple(encode(form, markers=False).tolist()) for form in forms))
 
     def _prompt(self, tensors: Mapping[str, Any], stop: StopOptions) -> Prompt:
         text = tensors.get("text_input")

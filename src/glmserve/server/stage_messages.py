@@ -51,7 +51,9 @@ class TokensResponse:
     request_uid: str
     index: int
     error_message: str
-    output_settings: str | None  # in the first response only
+    output_settings: str | None = None  # in the first response only
+    logprobs: str | None = None  # JSON (`logprobs.encode_logprobs`), when asked for
+    prompt_logprobs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class TextResponse:
     tool_calls: str  # JSON list of deltas
     finish_reason: str
     stop_reason: str  # JSON: a string, a number or null
+    cumulative_logprob: float
+    logprobs: str  # JSON list, or null
+    prompt_logprobs: str  # JSON list, or null
     num_input_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

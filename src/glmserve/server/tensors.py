@@ -39,6 +39,8 @@ _CLIENT_INPUTS: Final = (
     Tensor("stream", "BOOL", (1,), "Answer in pieces; default false: one response."),
     Tensor("sampling_parameters", "STRING", (1,), "JSON object; wins over every other way."),
     Tensor("exclude_input_in_output", "BOOL", (1,), "Default true; false needs `stream` false."),
+    Tensor("return_logprobs", "BOOL", (1,), "Same as `logprobs` 0 where no count is given."),
+    Tensor("return_cumulative_logprob", "BOOL", (1,), "As `return_logprobs`."),
     Tensor("return_finish_reason", "BOOL", (1,), "Accepted; the output is always there."),
     Tensor("return_num_input_tokens", "BOOL", (1,), "Accepted; the output is always there."),
     Tensor("return_num_output_tokens", "BOOL", (1,), "Accepted; the output is always there."),
@@ -49,13 +51,13 @@ _CLIENT_INPUTS: Final = (
     Tensor("top_p", "FP32", (1,), "In (0, 1]."),
     Tensor("seed", "UINT64", (1,), "Makes a sampled answer reproducible."),
     Tensor("stop_words", "STRING", (-1,), "Texts that end the answer; they are cut off."),
-    Tensor("min_tokens", "INT32", (1,), _NEUTRAL),
-    Tensor("repetition_penalty", "FP32", (1,), _NEUTRAL),
-    Tensor("presence_penalty", "FP32", (1,), _NEUTRAL),
-    Tensor("frequency_penalty", "FP32", (1,), _NEUTRAL),
+    Tensor("min_tokens", "INT32", (1,), "The answer cannot end before."),
+    Tensor("repetition_penalty", "FP32", (1,), "In (0, 10]; 1 = off."),
+    Tensor("presence_penalty", "FP32", (1,), "In [-2, 2]; 0 = off."),
+    Tensor("frequency_penalty", "FP32", (1,), "In [-2, 2]; 0 = off."),
     Tensor("length_penalty", "FP32", (1,), _NEUTRAL),
     Tensor("beam_width", "INT32", (1,), _NEUTRAL),
-    Tensor("bad_words", "STRING", (-1,), _NEUTRAL),
+    Tensor("bad_words", "STRING", (-1,), "Texts that must not be written."),
     # ours
     Tensor("stop_token_ids", "INT32", (-1,), "Token ids that end the answer."),
     Tensor("ignore_eos", "BOOL", (1,), "Go on past the end-of-sequence ids."),
@@ -82,6 +84,14 @@ _CLIENT_OUTPUTS: Final = (
         "Empty until the last data response: stop, length, tool_calls, abort or error.",
     ),
     Tensor("stop_reason", "STRING", (1,), "The stop string or stop id met, as JSON."),
+    Tensor("cumulative_logprob", "FP32", (-1,), "Sum over the answer so far; 0 unless asked."),
+    Tensor("logprobs", "STRING", (-1,), "JSON list, an object a new token; `null` unless asked."),
+    Tensor(
+        "prompt_logprobs",
+        "STRING",
+        (1,),
+        "The same for the prompt from its second token on, in the first response that has them.",
+    ),
     Tensor("num_input_tokens", "UINT32", (1,), "Prompt tokens."),
     Tensor("num_cached_tokens", "UINT32", (1,), "Prompt tokens that the prefix cache had."),
     Tensor("num_output_tokens", "UINT32", (-1,), "New tokens of this response."),
@@ -116,7 +126,17 @@ _TOKENS_OUT: Final = (
     Tensor("index", "UINT32", (1,), "0, 1, 2 ... of this request's responses."),
     Tensor("error_message", "STRING", (1,), "Why finish_reason is `error`."),
     Tensor("output_settings", "STRING", (1,), "As received; in the first response only."),
+    Tensor(
+        "logprobs",
+        "STRING",
+        (1,),
+        "JSON list of [id, logprob, [[id, logprob] ...]], one a new token; absent unless asked.",
+    ),
+    Tensor("prompt_logprobs", "STRING", (1,), "The same for the prompt; absent when it has none."),
 )
+
+# Outputs of glm_dsa that only some of its responses have.
+_SOMETIMES: Final = ("output_settings", "logprobs", "prompt_logprobs")
 
 MODELS: Final[dict[str, ModelTensors]] = {
     "preprocess": ModelTensors(
@@ -126,7 +146,7 @@ MODELS: Final[dict[str, ModelTensors]] = {
     "glm_dsa": ModelTensors(_TOKENS_IN, _TOKENS_OUT),
     "postprocess": ModelTensors(
         tuple(
-            Tensor(t.name, t.dtype, t.dims, t.doc, optional=t.name == "output_settings")
+            Tensor(t.name, t.dtype, t.dims, t.doc, optional=t.name in _SOMETIMES)
             for t in _TOKENS_OUT
         ),
         _CLIENT_OUTPUTS,
