@@ -51,7 +51,7 @@ class EnvVar(Generic[T]):
         return bool(os.environ.get(self.name))
 
     def get(self) -> T:
-        """Returns the typed value; raises ConfigError naming the variable when it does not parse."""
+        """Returns the typed value; ConfigError names the variable when it does not parse."""
         raw = os.environ.get(self.name, "")
         if not raw:
             return self.default
@@ -85,10 +85,14 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 CHECKPOINT = EnvVar("GLMSERVE_CHECKPOINT", str, "", "Directory of the checkpoint to serve.")
 RANKS = EnvVar("GLMSERVE_RANKS", int, 0, "Rank processes, a power of two; 0 = one a GPU, 8 on CPU.")
 DEVICE = EnvVar("GLMSERVE_DEVICE", str, "", "`cpu` or `cuda`; default: cuda when a GPU is present.")
-DTYPE = EnvVar("GLMSERVE_DTYPE", str, "", "`bf16`, `fp32` or `fp64`; default bf16 (cuda), fp64 (cpu).")
-PAGES = EnvVar("GLMSERVE_PAGES", int, 0, "Cache pages of 64 tokens a rank; 0 = chosen from max rows.")
+DTYPE = EnvVar(
+    "GLMSERVE_DTYPE", str, "", "`bf16`, `fp32`, `fp64`; default bf16 (cuda), fp64 (cpu)."
+)
+PAGES = EnvVar("GLMSERVE_PAGES", int, 0, "Cache pages of 64 tokens a rank; 0 = 16 for each row.")
 MAX_ROWS = EnvVar("GLMSERVE_MAX_ROWS", int, 64, "Sequences that run at the same time.")
-MAX_MODEL_LEN = EnvVar("GLMSERVE_MAX_MODEL_LEN", int, 0, "Longest prompt + output; 0 = the model's.")
+MAX_MODEL_LEN = EnvVar(
+    "GLMSERVE_MAX_MODEL_LEN", int, 0, "Longest prompt + output; 0 = all that fits."
+)
 CHUNK = EnvVar("GLMSERVE_CHUNK", int, 256, "Prefill tokens a step.")
 DRAFTS = EnvVar("GLMSERVE_DRAFTS", int, 0, "Draft tokens of the MTP layer a step, 0 to 8.")
 EXPERT_LAYOUT = EnvVar(
@@ -98,12 +102,30 @@ COLLECTIVES = EnvVar(
     "GLMSERVE_COLLECTIVES", str, "", "`shm`, `gloo` or `nccl`; default shm (cpu), nccl (cuda)."
 )
 LATENT_NORM_EPS = EnvVar(
-    "GLMSERVE_LATENT_NORM_EPS", float, 1e-5, "Epsilon of the q/kv latent norms (1e-6 = transformers)."
+    "GLMSERVE_LATENT_NORM_EPS",
+    float,
+    1e-5,
+    "Epsilon of the latent norms (transformers: 1e-6).",
 )
-MAX_QUEUE = EnvVar("GLMSERVE_MAX_QUEUE", int, 1024, "Waiting requests before UNAVAILABLE is answered.")
+MAX_QUEUE = EnvVar("GLMSERVE_MAX_QUEUE", int, 1024, "Waiting requests before UNAVAILABLE.")
 RUNTIME_DIR = EnvVar(
     "GLMSERVE_RUNTIME_DIR", str, "", "Private directory of the relay socket between the stages."
 )
 CACHE_DIR = EnvVar(
-    "GLMSERVE_CACHE_DIR", str, "", "Where prepared server binaries are kept; default ~/.cache/glmserve."
+    "GLMSERVE_CACHE_DIR",
+    str,
+    "",
+    "Prepared server binaries; default ~/.cache/glmserve.",
+)
+ENGINE = EnvVar(
+    "GLMSERVE_ENGINE",
+    str,
+    "",
+    "Token source instead of the engine: `module:Class` or `file.py:Class`.",
+)
+KEEP_ALIVE = EnvVar(
+    "GLMSERVE_KEEP_ALIVE",
+    float,
+    1.0,
+    "Silent seconds until a stream gets an empty answer; 0: never.",
 )

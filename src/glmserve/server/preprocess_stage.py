@@ -41,6 +41,8 @@ _SETTINGS: Final[Mapping[str, str]] = {
     "bad_words": "bad_words",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
+    "priority": "priority",
+    "deadline": "deadline",
 }
 _CHAT: Final = (
     "messages",

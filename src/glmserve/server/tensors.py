@@ -61,6 +61,8 @@ _CLIENT_INPUTS: Final = (
     # ours
     Tensor("stop_token_ids", "INT32", (-1,), "Token ids that end the answer."),
     Tensor("ignore_eos", "BOOL", (1,), "Go on past the end-of-sequence ids."),
+    Tensor("priority", "INT32", (1,), "Lower runs sooner; default 0."),
+    Tensor("deadline", "FP32", (1,), "Seconds from arrival until the request is ended."),
     Tensor("messages", "STRING", (1,), "JSON list of chat messages."),
     Tensor("tools", "STRING", (1,), "JSON list of tools, with `messages`."),
     Tensor("tool_choice", "STRING", (1,), "`auto`, `none`, or a JSON object."),
