@@ -19,6 +19,9 @@ from glmserve.text.template_traits import TemplateTraits
 
 USER = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+DEEP: dict[str, Any] = {}
+for _ in range(100):
+    DEEP = {"properties": DEEP}
 SORTING = TemplateTraits(True, False, True, False, True)
 
 
@@ -28,6 +31,9 @@ SORTING = TemplateTraits(True, False, True, False, True)
         ({"messages": "{"}, "messages: not valid JSON"),
         ({"messages": b"\xff"}, "messages: not UTF-8"),
         ({"messages": "[" * 100000}, "messages: not valid JSON"),
+        ({"messages": "[" * 200 + "]" * 200}, "messages: nested deeper"),
+        ({"messages": USER, "tools": [{"function": {"name": "f", "parameters": DEEP}}]}, "tools: "),
+        ({"messages": '[{"role": "user", "content": NaN}]'}, "messages: not valid JSON"),
         ({"messages": None}, "messages: "),
         ({"messages": ""}, "messages: "),
         ({"messages": []}, "messages: "),
@@ -77,7 +83,7 @@ def test_bad_input_names_its_field(inputs: dict[str, Any], message: str) -> None
         ChatRequest.from_inputs(**inputs)
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "5", "{", '"x"', "[" * 100000])
+@pytest.mark.parametrize("arguments", ["[1]", "5", "{", '"x"', "[" * 100000, '{"a": Infinity}'])
 def test_call_arguments_must_be_an_object(arguments: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(InvalidInput, match=r"messages\[0\].tool_calls\[0\].function.arguments: "):

@@ -7,7 +7,6 @@ contents stay the client's own objects, because the order of their keys becomes 
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, Valida
 from pydantic_core import ErrorDetails
 
 from glmserve.errors import InvalidInput
+from glmserve.text import client_json
 
 MAX_JSON_CHARACTERS = 64 * 2**20  # of one JSON input
 MAX_MESSAGES = 16384
@@ -160,15 +160,13 @@ def _value(field: str, source: Any) -> Any:
         except UnicodeDecodeError:
             raise InvalidInput(field, source, "not UTF-8") from None
     if not isinstance(source, str):
+        client_json.check_depth(field, source)
         return source
     if not source.strip():
         return None
     if len(source) > MAX_JSON_CHARACTERS:
         raise InvalidInput(field, len(source), f"longer than {MAX_JSON_CHARACTERS} characters")
-    try:
-        return json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(field, source, f"not valid JSON: {error}") from None
+    return client_json.loads(field, source)
 
 
 def _list(field: str, source: Any) -> list[Any]:

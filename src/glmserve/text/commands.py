@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from glmserve.errors import InvalidInput
+from glmserve.text import client_json
 from glmserve.text.chat_request import ChatRequest
 from glmserve.text.normalize import normalize_messages
 from glmserve.text.output_options import OutputOptions, StopOptions
@@ -65,7 +66,7 @@ def add_subcommands(subparsers: Any) -> None:
 
 def run_render(args: argparse.Namespace) -> int:
     """Print the prompt exactly (no line end is added to the text)."""
-    chat = read_chat(sys.stdin.buffer.read())
+    chat = read_chat(sys.stdin.buffer.read().decode("utf-8", "replace"))
     if args.ids:
         if not args.checkpoint:
             raise InvalidInput("--checkpoint", None, "needed to encode with --ids")
@@ -118,12 +119,9 @@ def run_parse(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_chat(source: str | bytes) -> ChatRequest:
+def read_chat(source: str) -> ChatRequest:
     """A chat request from the JSON of an OpenAI-style body; other fields are ignored."""
-    try:
-        body = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput("request", source[:80], f"not valid JSON: {error}") from None
+    body = client_json.loads("request", source)
     if not isinstance(body, dict):
         raise InvalidInput("request", body, "must be a JSON object")
     return ChatRequest.from_inputs(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from glmserve.errors import InvalidInput
+from glmserve.text import client_json
 from glmserve.text.template import Message
 from glmserve.text.template_traits import TemplateTraits
 
@@ -68,10 +69,7 @@ def _call(call: Mapping[str, Any], field: str) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(field, arguments, f"not valid JSON: {error}") from None
+        arguments = client_json.loads(field, arguments) if arguments.strip() else None
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

@@ -67,8 +67,8 @@ class OutputOptions:
     stop: StopOptions = field(default_factory=StopOptions)
 
     def to_json(self) -> str:
-        """Compact JSON; `from_json` gives an equal object."""
-        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+        """Compact ASCII JSON; `from_json` gives an equal object."""
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, source: str | bytes) -> OutputOptions:

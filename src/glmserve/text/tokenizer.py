@@ -34,17 +34,14 @@ class Tokenizer:
         self._directory = Path(checkpoint_dir)
         try:
             source = (self._directory / "tokenizer.json").read_text("utf-8")
-            self._spec: dict[str, Any] = json.loads(source)
+            spec: dict[str, Any] = json.loads(source)
             self._rust = tokenizers.Tokenizer.from_str(source)
         except Exception as error:  # the Rust side raises plain Exception
             raise CheckpointError(f"tokenizer.json cannot be used: {error}") from error
         self._added: dict[str, int] = {
-            token["content"]: int(token["id"]) for token in self._spec["added_tokens"]
+            token["content"]: int(token["id"]) for token in spec["added_tokens"]
         }
-        self._special = {
-            int(token["id"]) for token in self._spec["added_tokens"] if token["special"]
-        }
-        self.entries: tuple[Entry, ...] = _byte_table(self._spec)
+        self.entries: tuple[Entry, ...] = _byte_table(spec)
         self.eos_token_ids: tuple[int, ...] = self._find_eos()
         self.markers: dict[int, str] = {
             self._added[name]: name for name in markers.OUTPUT_MARKERS if name in self._added
@@ -118,7 +115,8 @@ class Tokenizer:
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The same vocabulary without added tokens; built when first asked for."""
-        return tokenizers.Tokenizer.from_str(json.dumps({**self._spec, "added_tokens": []}))
+        spec = json.loads((self._directory / "tokenizer.json").read_text("utf-8"))
+        return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
 
     def _find_eos(self) -> tuple[int, ...]:
         path = self._directory / "generation_config.json"
