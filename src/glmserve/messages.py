@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dataclasses that cross a process border, and their wire form.
 
-client -> engine   Request, Cancel     engine -> client   Progress, EngineInfo, Chunks, EngineFailed
+client -> engine   Request, Cancel     engine -> client   Progress, EngineInfo, Chunks, EngineStats,
+                                                         EngineFailed
 engine -> ranks    StepPlan            rank 0 -> engine   Progress, RanksReady, StepResult
 
 Both ends are this project's own processes on one machine, so the wire form is pickle. What a
@@ -80,6 +81,25 @@ class Chunks:
     """Everything that one step, or one cancel, made."""
 
     chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and gauges of the moment."""
+
+    steps: int
+    rows: int  # token rows that went through the target model
+    prompt_tokens: int  # of accepted requests
+    cached_tokens: int  # that admissions found in the prefix cache
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_by_position: tuple[int, ...]  # drafts accepted, by their place in the step
+    preemptions: int
+    finished: dict[str, int]  # requests by finish_reason
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
 
 
 @dataclass(frozen=True)

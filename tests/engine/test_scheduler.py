@@ -204,6 +204,26 @@ def test_a_deadline_ends_a_request_with_what_it_has(monkeypatch: pytest.MonkeyPa
     assert harness.output("other") == expected_output(prompt_of(9, 2), 20, ())
 
 
+def test_statistics_count_what_happened() -> None:
+    harness = Harness(drafts=2, chunk=64)
+    prompt = prompt_of(130, 1)
+    for uid in ("a", "b"):
+        harness.loop.take([make_request(uid, prompt, 30, ignore_eos=True)])
+        harness.run()
+    harness.loop.take([make_request("c", prompt_of(5, 2), 30, ignore_eos=True), Cancel("c")])
+    harness.run()
+    stats = harness.scheduler.snapshot()
+    assert stats.finished == {"length": 2, "abort": 1}
+    assert (stats.prompt_tokens, stats.cached_tokens) == (265, 128)
+    assert stats.generated_tokens == 60
+    decodes = sum(len(plan.decode) for plan in harness.ranks.plans)
+    accepted = sum(stats.accepted_by_position)
+    assert 0 < accepted == 60 - 2 - (stats.drafted_tokens // 2)  # each pass gives one and these
+    assert stats.drafted_tokens <= 2 * decodes
+    assert stats.accepted_by_position[0] >= stats.accepted_by_position[1]
+    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+
+
 def test_limits_leave_room_for_the_longest_request() -> None:
     config = EngineConfig("none", num_pages=9, drafts=3).with_limits(1 << 20)
     assert config.max_model_len == 8 * 64 - config.lookahead

@@ -29,6 +29,7 @@ from glmserve.messages import (
     Chunks,
     EngineFailed,
     EngineInfo,
+    EngineStats,
     Progress,
     Request,
 )
@@ -50,6 +51,7 @@ class EngineClient:
     """One engine and its ranks. `receive` belongs to one thread; the rest may be called by any."""
 
     info: EngineInfo
+    stats: EngineStats | None = None  # the newest; renewed twice a second while steps run
 
     def __init__(self, child: Child, stream: socket.socket) -> None:
         self._child = child
@@ -159,6 +161,9 @@ class EngineClient:
                 if isinstance(message, EngineFailed):
                     failure = message.reason
                     break
+                if isinstance(message, EngineStats):
+                    self.stats = message
+                    continue
                 assert isinstance(message, Chunks), message
                 with self._arrived:
                     self._chunks.extend(message.chunks)

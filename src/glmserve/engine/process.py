@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from glmserve.model_config import ModelConfig
 from glmserve.parallel.launcher import RankLauncher
 from glmserve.text.tokenizer import Tokenizer
 
+STATS_PERIOD = 0.5  # seconds between two messages of statistics while steps run
 LOAD_TIMEOUT = 3600.0  # seconds; 95 GB a rank from slow storage is minutes
 
 
@@ -88,7 +90,7 @@ class EngineProcess:
         """Runs until the client closes its end; raises EngineError when the ranks fail."""
         assert self.scheduler is not None
         loop = EngineLoop(self.scheduler, self.ranks, self._emit)
-        busy = True
+        busy, next_stats = True, 0.0
         while True:
             if not busy:
                 wait([self.connection, self.wake_read])
@@ -101,6 +103,10 @@ class EngineProcess:
                 return
             loop.take(messages)
             busy = loop.step()
+            now = time.monotonic()
+            if not busy or now >= next_stats:
+                self.connection.send(self.scheduler.snapshot())
+                next_stats = now + STATS_PERIOD
 
     def fail_running(self, reason: str) -> None:
         """Answers every request with an error; nothing that was accepted stays without an end."""

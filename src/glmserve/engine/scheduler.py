@@ -17,8 +17,10 @@ import numpy as np
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.engine.page_pool import PagePool
 from glmserve.engine.sequence import Sequence
+from glmserve.engine.stats import StatsCollector
 from glmserve.messages import (
     Chunk,
+    EngineStats,
     FinishReason,
     PageGrant,
     PrefillChunk,
@@ -45,7 +47,7 @@ class Scheduler:
         self._arrivals = 0
         self._next_deadline = math.inf
         self.preemptions = 0
-        self.cached_tokens = 0  # that admissions found in the prefix cache
+        self.stats = StatsCollector(config.drafts)
         self._by_uid: dict[str, Sequence] = {}
         self._by_row: dict[int, Sequence] = {}
         self._leaving: list[Sequence] = []  # ended, but a step in flight still names their row
@@ -83,6 +85,7 @@ class Scheduler:
         )
         self._by_uid[request.uid] = sequence
         self._next_deadline = min(self._next_deadline, sequence.deadline)
+        self.stats.arrived(len(request.prompt))
         insort(self.waiting, sequence, key=_order)
         return None
 
@@ -232,7 +235,7 @@ class Scheduler:
         insort(self.running, sequence, key=_order)
         if not sequence.output:
             sequence.cached = sequence.computed
-        self.cached_tokens += sequence.computed
+        self.stats.admitted(sequence.computed)
         sequence.row = self._free_rows.pop()
         self._by_row[sequence.row] = sequence
         grants.append(PageGrant(sequence.row, 0, np.asarray(sequence.pages, dtype=np.int32)))
@@ -269,6 +272,7 @@ class Scheduler:
         """Takes a step's result in; returns the chunks to send."""
         assert result.step == plan.step == self._done_step + 1, (result.step, plan.step)
         self._done_step = result.step
+        self.stats.stepped(plan, result)
         chunks = []
         for row in (*plan.decode, *(chunk.row for chunk in plan.prefill if chunk.final)):
             self._by_row[row].sampling_steps -= 1
@@ -309,6 +313,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
+        self.stats.finished(reason)
         del self._by_uid[sequence.uid]
         if sequence.row < 0:
             return
@@ -323,6 +328,16 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         del self._by_row[sequence.row]
         sequence.pages = []
+
+    def snapshot(self) -> EngineStats:
+        """What the engine has done so far, and how full it is."""
+        return self.stats.snapshot(
+            len(self.running),
+            len(self.waiting),
+            self.pool.capacity,
+            self.pool.free,
+            self.preemptions,
+        )
 
     def check_integrity(self) -> None:
         """Asserts that pages and rows are accounted for; cheap enough to run whenever idle."""

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of what the engine did, for the server's metrics and `glmserve generate --json`.
+
+Counters only grow; gauges are read off the scheduler when a snapshot is taken. Times that a
+client sees (first token, between tokens) are measured where responses leave, not here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from glmserve.config import MAX_DRAFTS
+from glmserve.messages import EngineStats, StepPlan, StepResult
+
+
+class StatsCollector:
+    """One for an engine; the loop's thread owns it."""
+
+    def __init__(self, drafts: int) -> None:
+        self._drafts = drafts
+        self._steps = 0
+        self._rows = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated = 0
+        self._drafted = 0
+        self._accepted = [0] * MAX_DRAFTS
+        self._finished: Counter[str] = Counter()
+
+    def arrived(self, prompt_tokens: int) -> None:
+        self._prompt_tokens += prompt_tokens
+
+    def admitted(self, cached_tokens: int) -> None:
+        self._cached_tokens += cached_tokens
+
+    def finished(self, reason: str) -> None:
+        self._finished[reason] += 1
+
+    def stepped(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes in one executed step."""
+        self._steps += 1
+        self._rows += result.rows_computed
+        decoding = set(plan.decode)
+        for out in result.outputs:
+            self._generated += len(out.token_ids)
+            if out.row in decoding:
+                self._drafted += self._drafts
+                for position in range(out.accepted_drafts):
+                    self._accepted[position] += 1
+
+    def snapshot(
+        self, running: int, waiting: int, pages: int, free_pages: int, preemptions: int
+    ) -> EngineStats:
+        return EngineStats(
+            steps=self._steps,
+            rows=self._rows,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated,
+            drafted_tokens=self._drafted,
+            accepted_by_position=tuple(self._accepted[: self._drafts]),
+            preemptions=preemptions,
+            finished=dict(self._finished),
+            running=running,
+            waiting=waiting,
+            pages=pages,
+            free_pages=free_pages,
+        )
