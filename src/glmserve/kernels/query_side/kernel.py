@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The query side in the Triton language: absorption with RoPE, and the index queries.
+
+fp8 index queries get one power-of-two scale a head and row, and the scale goes into that head's
+weight: ReLU(s q . k) = s ReLU(q . k) for s > 0, so scoring never sees it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..head_product import multiply_heads
+from ..triton_common import divide, power_of_two_above, to_bf16, to_e4m3
+
+_LEAST = tl.constexpr(1e-4)  # quant.SMALLEST_AMAX
+
+
+@triton.jit
+def turn_index_query(
+    query, weights, weights_row, rope, out, out_weights, constant,
+    ALL_HEADS: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, 64)
+    at = (row * ALL_HEADS + h)[:, None] * 128 + 2 * i[None, :]
+    # Rounded after RoPE like the reference, where fp8 has the one rounding of its own.
+    even = tl.load(query + at).to(tl.float32)
+    odd = tl.load(query + at + 1).to(tl.float32)
+    angle = rope + (row * 32 + i) * 2
+    cos = tl.load(angle, mask=i < 32, other=1.0)[None, :]
+    sin = tl.load(angle + 1, mask=i < 32, other=0.0)[None, :]
+    turned = even * cos - odd * sin
+    odd = odd * cos + even * sin
+    w = tl.load(weights + row.to(tl.int64) * weights_row + h).to(tl.float32) * constant
+    if FP8:
+        top = tl.maximum(tl.max(tl.maximum(tl.abs(turned), tl.abs(odd)), 1), _LEAST)
+        step = power_of_two_above(divide(top, 448.0 + top * 0.0))
+        w = w * step
+        tl.store(out + at, to_e4m3(turned / step[:, None]))
+        tl.store(out + at + 1, to_e4m3(odd / step[:, None]))
+    else:
+        tl.store(out + at, to_bf16(turned))
+        tl.store(out + at + 1, to_bf16(odd))
+    tl.store(out_weights + row * ALL_HEADS + h, w)
+
+
+def absorb_unserved(query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor) -> dict[str, object]:
+    """Dimensions that the absorption kernel does not serve."""
+    wrong: dict[str, object] = {}
+    if w_uk.shape[1] % 64 or w_uk.shape[2] % 128:
+        wrong["head"] = tuple(w_uk.shape[1:])
+    if rope.shape[1] != 32:
+        wrong["rope dim"] = 2 * rope.shape[1]
+    if query.dtype != torch.bfloat16:
+        wrong["dtype"] = query.dtype
+    return wrong
+
+
+def absorb_query(query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    rows, heads, _ = query.shape
+    width = w_uk.shape[2] + 2 * rope.shape[1]
+    out = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
+    multiply_heads(query, w_uk, out, rope)
+    return out
+
+
+def index_unserved(query: torch.Tensor, rope: torch.Tensor) -> dict[str, object]:
+    """Dimensions that the index query kernel does not serve."""
+    wrong: dict[str, object] = {}
+    if query.shape[1] % 8:
+        wrong["index heads"] = query.shape[1]
+    if query.shape[2] != 128 or rope.shape[1] != 32:
+        wrong["index dim"] = (query.shape[2], 2 * rope.shape[1])
+    if query.dtype != torch.bfloat16:
+        wrong["dtype"] = query.dtype
+    return wrong
+
+
+def index_query(
+    query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert query.is_contiguous(), query.stride()
+    assert head_weights.stride(1) == 1, head_weights.stride()
+    rows, heads, dim = query.shape
+    dtype = torch.float8_e4m3fn if fp8 else query.dtype
+    out = torch.empty(query.shape, dtype=dtype, device=query.device)
+    weights = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
+    if rows:
+        turn_index_query[(rows, heads // 8)](
+            query, head_weights, head_weights.stride(0), rope, out, weights,
+            (dim * heads) ** -0.5, ALL_HEADS=heads, HEADS=8, FP8=fp8, num_warps=2,
+        )  # fmt: skip
+    return out, weights

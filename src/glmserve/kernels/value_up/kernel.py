@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Value up-projection on the shared head product."""
+
+from __future__ import annotations
+
+import torch
+
+from ..head_product import multiply_heads
+
+
+def unserved(latent: torch.Tensor, w_uv: torch.Tensor) -> dict[str, object]:
+    """Dimensions that the kernel does not serve."""
+    wrong: dict[str, object] = {}
+    if w_uv.shape[1] % 128 or w_uv.shape[2] % 64:
+        wrong["head"] = tuple(w_uv.shape[1:])
+    if latent.dtype != torch.bfloat16:
+        wrong["dtype"] = latent.dtype
+    return wrong
+
+
+def value_up(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    rows, heads, _ = latent.shape
+    out = torch.empty(rows, heads, w_uv.shape[1], dtype=latent.dtype, device=latent.device)
+    multiply_heads(latent, w_uv.transpose(1, 2), out, None)
+    return out.flatten(1)

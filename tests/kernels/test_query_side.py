@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorption, value-up and index queries against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glmserve.kernels.quant import quantise_index
+from glmserve.kernels.query_side import reference
+from glmserve.kernels.query_side.kernel import absorb_query, index_query
+from glmserve.kernels.rope.reference import rope_table
+from glmserve.kernels.value_up import reference as value_reference
+from glmserve.kernels.value_up.kernel import value_up
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 19, 70])
+def test_absorption_and_value_up(device: torch.device, rows: int) -> None:
+    heads = 2
+    kv_b = torch.randn(heads, 192 + 256, 512, device=device).bfloat16() * 0.05
+    w_uk, w_uv = kv_b[:, :192], kv_b[:, 192:]  # slices, as the model has them
+    query = torch.randn(rows, heads, 256, device=device).bfloat16()
+    rope = rope_table(torch.arange(rows, device=device) * 31, 64, 8e6, torch.float32)
+    want = reference.absorb_query(query.float(), w_uk.float(), rope)
+    got = absorb_query(query, w_uk, rope)
+    assert relative(got[..., :512], want[..., :512]) < 4e-3
+    assert relative(got[..., 512:], want[..., 512:]) < 4e-3
+    up = value_up(got[..., :512].contiguous(), w_uv)
+    wide = value_reference.value_up(got[..., :512].float(), w_uv.float())
+    assert up.shape == (rows, heads * 256)
+    assert relative(up, wide) < 4e-3
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+def test_index_queries(device: torch.device, fp8: bool) -> None:
+    rows = 3
+    query = torch.randn(rows, 32, 128, device=device)
+    query[1, 5] *= 1000
+    query[2, 7] = 0
+    query = query.bfloat16()
+    weights = torch.randn(rows, 40, device=device).bfloat16()[:, 4:36]  # a slice of a projection
+    rope = rope_table(torch.tensor([3, 70_000, 12], device=device), 64, 8e6, torch.float32)
+    wide, scaled = reference.index_query(query.float(), weights.float(), rope)
+    got, got_weights = index_query(query, weights, rope, fp8)
+    if fp8:
+        values, scale = quantise_index(wide)
+        assert (got_weights - scaled * scale).abs().max() <= 1e-6 * (scaled * scale).abs().max()
+        # RoPE may differ in its last fp32 bit, which moves few values to the next code.
+        assert (got.float() != values.float()).float().mean() < 1e-3
+    else:
+        assert relative(got, wide) < 4e-3
+        assert torch.allclose(got_weights, scaled)
