@@ -8,6 +8,8 @@ record what every step computed.
 from __future__ import annotations
 
 import argparse
+import json
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -52,7 +54,20 @@ def add_subcommands(subparsers: Any) -> None:
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--top-k", type=int)
     generate.add_argument("--seed", type=int)
+    generate.add_argument("--min-p", type=float)
+    generate.add_argument("--min-tokens", type=int)
+    generate.add_argument("--presence-penalty", type=float)
+    generate.add_argument("--frequency-penalty", type=float)
+    generate.add_argument("--repetition-penalty", type=float)
+    generate.add_argument("--logprobs", type=int, help="alternatives reported with each token")
     generate.add_argument("--ignore-eos", action="store_true")
+    generate.add_argument("--pages", type=int, help="cache pages of 64 tokens")
+    generate.add_argument("--max-rows", type=int, help="sequences that run at the same time")
+    generate.add_argument("--repeat", type=int, default=1, help="run it again: prefix hits")
+    generate.add_argument(
+        "--batch-with", type=int, default=0, metavar="N", help="run beside N random requests"
+    )
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead")
     generate.set_defaults(run=run_generate)
 
 
@@ -87,6 +102,8 @@ def complete(client: EngineClient, prompt: IntArray, sampling: SamplingParams) -
     client.submit(Request("offline", prompt, sampling))
     while True:
         for chunk in client.receive():
+            if chunk.uid != "offline":
+                continue
             if chunk.finish_reason == "error":
                 raise EngineError(chunk.error)
             yield chunk
@@ -177,26 +194,76 @@ def _mask(selected: npt.NDArray[Any], length: int) -> npt.NDArray[np.bool_]:
     return mask[..., :length]
 
 
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
 def run_generate(args: argparse.Namespace) -> int:
     """Prints the completion as it comes; the finish reason and counts go to stderr."""
     values = {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
-    values |= {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "seed")}
+    values |= {key: getattr(args, key) for key in _SAMPLING}
     defaults = GenerationConfig.from_directory(args.checkpoint).sampling
     sampling = SamplingParams.from_mapping(values, defaults)
     prompts = PromptBuilder(args.checkpoint, worker=False)
     prompt = prompts.from_text(args.prompt)
-    output = OutputProcessor(prompts.tokenizer, prompt.options)
-    client = EngineClient.start(_engine_config(args), _progress)
+    config = _engine_config(args, num_pages=args.pages, max_rows=args.max_rows)
+    client = EngineClient.start(config, _progress)
     try:
-        for chunk in complete(client, prompt.ids, sampling):
-            delta = output.push(chunk.token_ids, chunk.finish_reason)
-            print(delta.reasoning_content + delta.text, end="", flush=True)
-        print()
-        _progress(
-            f"finish_reason {chunk.finish_reason}, {chunk.num_prompt_tokens} prompt tokens,"
-            f" {chunk.num_output_tokens} output tokens"
-        )
+        for _ in range(args.repeat):
+            output = OutputProcessor(prompts.tokenizer, prompt.options)
+            chunks = []
+            for companion in _companions(args.batch_with, len(prompt.ids), args.max_tokens):
+                client.submit(companion)
+            for chunk in complete(client, prompt.ids, sampling):
+                chunks.append(chunk)
+                delta = output.push(chunk.token_ids, chunk.finish_reason)
+                if not args.json:
+                    print(delta.reasoning_content + delta.text, end="", flush=True)
+            client.cancel_all()  # companions that are not done
     finally:
         client.close()
         prompts.close()
+    if args.json:
+        print(json.dumps(_summary(chunks)))
+        return 0
+    last = chunks[-1]
+    print()
+    _progress(
+        f"finish_reason {last.finish_reason}, {last.num_prompt_tokens} prompt tokens"
+        f" ({last.num_cached_tokens} cached), {last.num_output_tokens} output tokens"
+    )
     return 0
+
+
+def _summary(chunks: list[Chunk]) -> dict[str, Any]:
+    """One object about a finished request; a chunk is what one pass of the model confirmed."""
+    return {
+        "token_ids": [token for chunk in chunks for token in chunk.token_ids],
+        "logprobs": [entry.logprob for chunk in chunks for entry in chunk.logprobs] or None,
+        "accepted_lengths": [len(chunk.token_ids) for chunk in chunks if chunk.token_ids],
+        "cached_tokens": chunks[-1].num_cached_tokens,
+        "finish_reason": chunks[-1].finish_reason,
+    }
+
+
+def _companions(count: int, length: int, max_tokens: int) -> list[Request]:
+    """Random requests of about the prompt's size, sampled, from a fixed seed."""
+    generator = np.random.default_rng(0)
+    return [
+        Request(
+            f"companion-{i}-{secrets.token_hex(4)}",
+            generator.integers(0, 256, length + i).astype(np.int32),
+            SamplingParams(max_tokens=max_tokens, seed=i, ignore_eos=True),
+        )
+        for i in range(count)
+    ]
