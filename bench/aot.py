@@ -107,6 +107,13 @@ def compile_row(module: str, kernel: Any, args: Any, kwargs: Any) -> dict[str, A
     }
 
 
+def innermost(error: BaseException) -> str:
+    """Triton wraps an error once for each jit function that it was compiling."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error)[-800:]}"
+
+
 def compile_module(name: str) -> tuple[list[dict[str, Any]], list[str]]:
     """All distinct kernels of one operator module: (rows, failures)."""
     (module,) = modules([name])
@@ -123,8 +130,7 @@ def compile_module(name: str) -> tuple[list[dict[str, Any]], list[str]]:
         try:
             row = compile_row(name, kernel, args, kwargs)
         except Exception as error:
-            last = (str(error).strip().splitlines() or [""])[-1]
-            failures.append(f"{name}: {kernel.__name__}: {type(error).__name__}: {last[:300]}")
+            failures.append(f"{name}: {kernel.__name__}: {innermost(error)}")
             return
         row["reason"] = getattr(module, "SPILLS", {}).get(row["kernel"])
         rows.append(row)

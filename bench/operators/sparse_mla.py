@@ -16,14 +16,15 @@ SPILLS: dict[str, str] = {}
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    for heads in (8, 16):
+    sizes = [(8, 1 << 16), (16, 1 << 16), (8, 1 << 22)]  # 32 and 64 heads: blocks of 16
+    for heads, cache_rows in sizes:
         for rows in (6, 4096):
             for width, dtype in ((656, torch.uint8), (576, torch.bfloat16)):
                 query = torch.empty(rows, heads, 576, dtype=torch.bfloat16, device=device)
-                cache = torch.empty(1 << 16, width, dtype=dtype, device=device)
+                cache = torch.empty(cache_rows, width, dtype=dtype, device=device)
                 slots = torch.empty(rows, K, dtype=torch.int32, device=device)
                 yield (
-                    f"{heads} heads {rows} rows {dtype}",
+                    f"{heads} heads {rows} rows {dtype} {cache_rows} slots",
                     lambda q=query, c=cache, s=slots: sparse_mla(q, c, s, SCALE),
                 )
 

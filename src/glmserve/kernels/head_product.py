@@ -16,7 +16,7 @@ from .triton_common import dot, to_bf16
 FEW_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def head_product(
     x, w, out, rope, rows, x_row, x_head, w_head, w_k, w_n, out_row, out_head,
     K: tl.constexpr, N: tl.constexpr, ROPE: tl.constexpr,
@@ -38,14 +38,14 @@ def head_product(
             acc = dot(a, tl.load(weights + i * BK * w_k), acc)
         tl.store(target + n[None, :], to_bf16(acc), mask=there)
     elif ROPE:
-        i = tl.arange(0, 32)[None, :]
-        even = tl.load(line + K + 2 * i, mask=there, other=0.0).to(tl.float32)
-        odd = tl.load(line + K + 2 * i + 1, mask=there, other=0.0).to(tl.float32)
-        at = rope + (m[:, None] * 32 + i) * 2
+        pair = tl.arange(0, 32)[None, :]
+        even = tl.load(line + K + 2 * pair, mask=there, other=0.0).to(tl.float32)
+        odd = tl.load(line + K + 2 * pair + 1, mask=there, other=0.0).to(tl.float32)
+        at = rope + (m[:, None] * 32 + pair) * 2
         cos = tl.load(at, mask=there, other=0.0)
         sin = tl.load(at + 1, mask=there, other=0.0)
-        tl.store(target + N + 2 * i, to_bf16(even * cos - odd * sin), mask=there)
-        tl.store(target + N + 2 * i + 1, to_bf16(odd * cos + even * sin), mask=there)
+        tl.store(target + N + 2 * pair, to_bf16(even * cos - odd * sin), mask=there)
+        tl.store(target + N + 2 * pair + 1, to_bf16(odd * cos + even * sin), mask=there)
 
 
 def multiply_heads(

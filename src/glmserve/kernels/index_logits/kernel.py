@@ -18,8 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..triton_common import dot
 
 HEADS, DIM, PAGE = 32, 128, 64
-GROUP = 8  # rows of a group where requests have any number of rows
+GROUP, GROUP_BF16 = 8, 4  # rows of a group where requests have any number of rows
 CTAS = 396  # three for each multiprocessor of an H200
+STAGES = 3
 _MOST_GROUPS = 1024  # of one launch
 
 
@@ -108,13 +109,10 @@ def _score_pages(
 
 
 @triton.jit
-def score(
-    query, weights, keys, cache, page_table, row_seq, last, out,
-    rows, groups, table_width, width, first,
-    ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """A CTA's stretch of all groups' pages. UNIFORM: each group is one request's ROWS rows."""
+def _pages(
+    last, rows, groups, ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr
+):
+    """How many pages each group sees."""
     g = tl.arange(0, GROUPS)
     pages = tl.zeros([GROUPS], tl.int32)
     if UNIFORM:
@@ -122,16 +120,29 @@ def score(
         pages = (seen + 64) // 64
     else:
         for r in tl.static_range(ROWS):
-            row = g * ROWS + r
-            seen = tl.load(last + row, mask=row < rows, other=-1).to(tl.int32)
+            line = g * ROWS + r
+            seen = tl.load(last + line, mask=line < rows, other=-1).to(tl.int32)
             pages = tl.maximum(pages, (seen + 64) // 64)
-    ends = tl.cumsum(pages, 0)
-    all_pages = tl.sum(pages, 0).to(tl.int64)
+    return pages
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "table_width", "first"])
+def score(
+    query, weights, keys, cache, page_table, row_seq, last, out,
+    rows, groups, table_width, width, first,
+    ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A CTA's stretch of all groups' pages. UNIFORM: each group is one request's ROWS rows."""
+    all_pages = tl.sum(_pages(last, rows, groups, ROWS, UNIFORM, GROUPS), 0).to(tl.int64)
     me = tl.program_id(0)
     at = (all_pages * me // tl.num_programs(0)).to(tl.int32)
     stop = (all_pages * (me + 1) // tl.num_programs(0)).to(tl.int32)
     while at < stop:
-        group = tl.sum((ends <= at).to(tl.int32), 0)
+        # Found anew for each group: kept over the page loop it would cost a third of the registers.
+        g = tl.arange(0, GROUPS)
+        pages = _pages(last, rows, groups, ROWS, UNIFORM, GROUPS)
+        group = tl.sum((tl.cumsum(pages, 0) <= at).to(tl.int32), 0)
         before = tl.sum(tl.where(g < group, pages, 0), 0)
         here = tl.sum(tl.where(g == group, pages, 0), 0)
         page_from = at - before
@@ -214,7 +225,7 @@ def index_logits(
         flat = index_cache.view(-1).view(torch.float8_e4m3fn).view(-1, DIM)
         keys = TensorDescriptor(flat, list(flat.shape), [DIM, 1], [PAGE, DIM])
     uniform = fp8 and rows_per_sequence is not None and rows_per_sequence <= 9
-    group = rows_per_sequence if uniform else GROUP
+    group = rows_per_sequence if uniform else GROUP if fp8 else GROUP_BF16
     most = _MOST_GROUPS * group
     for begin in range(0, rows, most):
         some = slice(begin, min(begin + most, rows))
@@ -225,6 +236,6 @@ def index_logits(
             query[some], head_weights[some], keys, index_cache, page_table, row_seq[some],
             last[some], out[some], count, groups, page_table.shape[1], out.shape[1], first,
             ROWS=group, UNIFORM=uniform, GROUPS=16 if small else _MOST_GROUPS, FP8=fp8,
-            STAGES=3, num_warps=4,
+            STAGES=STAGES if fp8 else 2, num_warps=4,
         )  # fmt: skip
     return out[:, :max_context]

@@ -66,10 +66,10 @@ def split_norm_write(
     row = tl.program_id(0)
     x = projected + row.to(tl.int64) * stride
     if tl.program_id(1) == 0:
-        d = tl.arange(0, Q)
-        q = tl.load(x + d).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(q * q, 0) * (1.0 / Q) + eps)
-        tl.store(q_latent + row * Q + d, to_bf16(q * scale * tl.load(q_norm + d).to(tl.float32)))
+        c = tl.arange(0, Q)
+        q = tl.load(x + c).to(tl.float32)
+        q = q * tl.rsqrt(tl.sum(q * q, 0) * (1.0 / Q) + eps)
+        tl.store(q_latent + row * Q + c, to_bf16(q * tl.load(q_norm + c).to(tl.float32)))
     else:
         slot = tl.load(slots + row)
         wide = slot.to(tl.int64)

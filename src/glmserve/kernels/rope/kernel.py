@@ -19,7 +19,7 @@ from ..triton_common import divide
 _TURN = tl.constexpr(2 * math.pi)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def angles(positions, period, table, rows, HALF: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, HALF)

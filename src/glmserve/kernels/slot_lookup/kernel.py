@@ -10,7 +10,7 @@ import triton.language as tl
 from ..triton_common import INTERPRET  # noqa: F401 (chooses the interpreter before tl is used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "table_width"])
 def look_up(
     positions, page_table, row_seq, slots, k, table_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,

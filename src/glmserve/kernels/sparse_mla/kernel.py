@@ -23,6 +23,7 @@ from ..triton_common import INTERPRET, dot, let_next_start, to_bf16, to_e4m3, wa
 
 TILE = 64  # tokens a step
 LEAF = 256  # tokens of one online softmax while rows are few
+STAGES, WARPS = 2, 4
 _NEVER = tl.constexpr(-1.0e30)  # stands for -inf without making NaN in differences
 _FACTOR = tl.constexpr(64.0)  # lifts softmax weights away from f16's subnormals
 
@@ -91,7 +92,7 @@ def _write_output(target, acc, weight, dims, columns, HEADS: tl.constexpr, TWICE
     tl.store(target + place, to_bf16(acc * weight[None, :]), mask=once[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "leaves", "all_heads"])
 def attend_fp8(
     query, cache, slots, out, lse, scale, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
@@ -210,7 +211,7 @@ def attend_fp8(
         _write_output(target + 384, a3, inverse, order, pc, HEADS, TWICE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "leaves", "all_heads"])
 def attend_bf16(
     query, cache, slots, out, lse, scale, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
@@ -289,7 +290,7 @@ def attend_bf16(
         _write_output(target + 384, a3, inverse, d, pc, HEADS, TWICE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["leaves", "all_heads"])
 def merge(
     partial, lse, out, leaves, all_heads,
     HEADS: tl.constexpr, LEAVES: tl.constexpr, DIMS: tl.constexpr,
@@ -357,7 +358,7 @@ def sparse_mla(
     leaf = triton.next_power_of_2(max(k, TILE)) if many else LEAF
     leaves = triton.cdiv(k, leaf)
     alone = leaves == 1
-    pdl = query.is_cuda and not alone
+    pdl = query.device.type != "cpu" and not alone
     if alone:
         target, lse = out, out
     else:
@@ -367,8 +368,8 @@ def sparse_mla(
         lse = torch.empty(rows, leaves, all_heads, dtype=torch.float32, device=query.device)
     kernel[(rows * leaves, all_heads // heads)](
         query, latent_cache, slots, target, lse, scale * math.log2(math.e), k, leaves,
-        all_heads, HEADS=heads, LEAF=leaf, TILE=TILE, STAGES=2,
-        WIDE=latent_cache.numel() >= 1 << 31, PARTIAL=not alone, PDL=pdl, num_warps=4,
+        all_heads, HEADS=heads, LEAF=leaf, TILE=TILE, STAGES=STAGES,
+        WIDE=latent_cache.numel() >= 1 << 31, PARTIAL=not alone, PDL=pdl, num_warps=WARPS,
     )  # fmt: skip
     if not alone:
         dims = 128

@@ -65,21 +65,29 @@ def _count16(keys, prefix, shift, N: tl.constexpr):
 
 
 @triton.jit
+def _visit(word, field, number, need, above, digit, larger, here):
+    """One digit on the way down from 15: notes it if the need-th largest key lies in it."""
+    count = ((word >> (field * 16)) & 0xFFFF).to(tl.int32)
+    hit = (above < need) & (above + count >= need)
+    digit = tl.where(hit, number, digit)
+    larger = tl.where(hit, above, larger)
+    here = tl.where(hit, count, here)
+    return above + count, digit, larger, here
+
+
+@triton.jit
 def _next_digit(c0, c1, c2, c3, need):
     """The digit in which the need-th largest key lies, how many have a larger one, how many it."""
     above = need * 0
     digit = need * 0
-    here = need * 0
     larger = need * 0
-    for back in tl.static_range(16):
-        d: tl.constexpr = 15 - back
-        word = c0 if d % 4 == 0 else (c1 if d % 4 == 1 else (c2 if d % 4 == 2 else c3))
-        count = ((word >> (d // 4 * 16)) & 0xFFFF).to(tl.int32)
-        hit = (above < need) & (above + count >= need)
-        digit = tl.where(hit, d, digit)
-        here = tl.where(hit, count, here)
-        larger = tl.where(hit, above, larger)
-        above += count
+    here = need * 0
+    for up in tl.static_range(4):
+        f = 3 - up
+        above, digit, larger, here = _visit(c3, f, 4 * f + 3, need, above, digit, larger, here)
+        above, digit, larger, here = _visit(c2, f, 4 * f + 2, need, above, digit, larger, here)
+        above, digit, larger, here = _visit(c1, f, 4 * f + 1, need, above, digit, larger, here)
+        above, digit, larger, here = _visit(c0, f, 4 * f, need, above, digit, larger, here)
     return digit, larger, here
 
 
@@ -178,7 +186,7 @@ def _from_memory(out, row, first, stop, K: tl.constexpr, WIDTH: tl.constexpr, N:
     _pad(out, already, K, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def select_short(
     logits, last, out, width, first,
     LAST: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
@@ -192,7 +200,7 @@ def select_short(
     _from_registers(out + row * K, keys, i, K, WIDTH, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def sample(logits, last, least, width, first, LAST: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr):
     """A key that well over K and at most SHORT of the row's keys reach, judged by N of them."""
     row = tl.program_id(0)
@@ -215,7 +223,7 @@ def sample(logits, last, least, width, first, LAST: tl.constexpr, N: tl.constexp
     tl.store(least + row, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "chunks"])
 def count_chunks(
     logits, last, least, counts, width, first, chunks,
     LAST: tl.constexpr, CHUNK: tl.constexpr,
@@ -233,7 +241,7 @@ def count_chunks(
     tl.store(counts + row * chunks + chunk, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "chunks"])
 def collect(
     logits, last, least, counts, values, positions, width, first, chunks,
     LAST: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
@@ -256,7 +264,7 @@ def collect(
             tl.store(positions + row * SHORT + place, position, mask=taken)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "chunks"])
 def finish(
     logits, last, counts, values, positions, out, width, first, chunks,
     LAST: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,

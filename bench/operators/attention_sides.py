@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small operators around sparse attention: cache writes, query side, value-up, slots, RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bench.registry import Case, Problem, memory_us
+from glmserve.kernels.latent_inputs import reference as inputs_reference
+from glmserve.kernels.latent_inputs.kernel import latent_inputs
+from glmserve.kernels.latent_inputs.reference import IndexKeyNorm
+from glmserve.kernels.quant import quantise_index, read_index_pages, unpack_latent_rows
+from glmserve.kernels.query_side import reference as query_reference
+from glmserve.kernels.query_side.kernel import absorb_query, index_query
+from glmserve.kernels.rope import reference as rope_reference
+from glmserve.kernels.rope.kernel import rope_table
+from glmserve.kernels.slot_lookup import reference as slot_reference
+from glmserve.kernels.slot_lookup.kernel import slot_lookup
+from glmserve.kernels.value_up.kernel import value_up
+
+HEADS, WIDTH, SLOTS = 8, 2048 + 576 + 160, 1 << 15
+ROWS = (1, 6, 32, 192, 8192)
+
+
+def target(rows: int) -> float | None:
+    return 3.0 if rows <= 32 else 6.0 if rows <= 192 else None
+
+
+def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    bf16 = torch.bfloat16
+    norm = torch.empty(2048, dtype=bf16, device=device)
+    index_norm = IndexKeyNorm(norm[:128], norm[:128])
+    for rows in (6, 8192):
+        rope = torch.empty(rows, 32, 2, device=device)
+        long = torch.empty(rows, dtype=torch.int64, device=device)
+        yield "rope_table", lambda p=long: rope_table(p, 64, 8e6)
+        kv_b = torch.empty(HEADS, 448, 512, dtype=bf16, device=device)
+        query = torch.empty(rows, HEADS, 256, dtype=bf16, device=device)
+        latent = torch.empty(rows, HEADS, 512, dtype=bf16, device=device)
+        yield "absorb", lambda q=query, w=kv_b, r=rope: absorb_query(q, w[:, :192], r)
+        yield "value_up", lambda x=latent, w=kv_b: value_up(x, w[:, 192:])
+        index = torch.empty(rows, 32, 128, dtype=bf16, device=device)
+        weights = torch.empty(rows, 2784, dtype=bf16, device=device)[:, -32:]
+        projected = torch.empty(rows, WIDTH, dtype=bf16, device=device)
+        for fp8 in (True, False):
+            yield "index_query", lambda q=index, w=weights, r=rope, f=fp8: index_query(q, w, r, f)
+            byte = torch.uint8 if fp8 else bf16
+            cache = torch.empty(SLOTS, 656 if fp8 else 576, dtype=byte, device=device)
+            keys = torch.empty(SLOTS, 132 if fp8 else 128, dtype=byte, device=device)
+            for own in (keys, None):
+                yield (
+                    "latent_inputs",
+                    lambda x=projected, r=rope, s=long, c=cache, k=own: latent_inputs(
+                        x, norm, norm[:512], r, s, c, k, index_norm if k is not None else None, 1e-5
+                    ),
+                )
+    table = torch.empty(4, 256, dtype=torch.int32, device=device)
+    for k, dtype in ((2048, torch.int32), (1, torch.int64)):
+        positions = torch.empty(6, k, dtype=dtype, device=device)
+        rows = torch.empty(6, dtype=torch.int64, device=device)
+        yield "slot_lookup", lambda p=positions, r=rows: slot_lookup(p, table, r, 64)
+
+
+def sets_for(bytes_: int) -> int:
+    return max(2, min(60, int(2.2e8 // bytes_) + 1))
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def writes(rows: int, fp8: bool) -> Problem:
+    torch.manual_seed(0)
+    bf16 = torch.bfloat16
+    sets = sets_for(rows * WIDTH * 2)
+    projected = [torch.randn(rows, WIDTH, device="cuda").to(bf16) for _ in range(sets)]
+    projected[0][0] *= 50
+    q_norm, kv_norm = torch.rand(2048, device="cuda").to(bf16), torch.rand(512, device="cuda").to(bf16)
+    norm = IndexKeyNorm(torch.rand(128, device="cuda").to(bf16), torch.rand(128, device="cuda").to(bf16))
+    rope = rope_reference.rope_table(
+        torch.randint(0, 1 << 20, (rows,), device="cuda"), 64, 8e6, torch.float32
+    )
+    slots = [torch.randperm(SLOTS, device="cuda")[:rows] for _ in range(sets)]
+    byte = torch.uint8 if fp8 else bf16
+    cache = torch.zeros(SLOTS, 656 if fp8 else 576, dtype=byte, device="cuda")
+    keys = torch.zeros(SLOTS, 132 if fp8 else 128, dtype=byte, device="cuda")
+    wide, wide_keys = torch.zeros(SLOTS, 576, device="cuda"), torch.zeros(SLOTS, 128, device="cuda")
+    want = inputs_reference.latent_inputs(
+        projected[0].float(), q_norm.float(), kv_norm.float(), rope, slots[0], wide, wide_keys,
+        IndexKeyNorm(norm.weight.float(), norm.bias.float()), 1e-5,
+    )  # fmt: skip
+    outs: dict[int, torch.Tensor] = {}
+
+    def launch(i: int) -> None:
+        outs[i] = latent_inputs(
+            projected[i], q_norm, kv_norm, rope, slots[i], cache, keys, norm, 1e-5
+        )
+
+    def error() -> float:
+        launch(0)  # other input sets wrote to the same caches since
+        rows_now = cache[slots[0]]
+        stored = unpack_latent_rows(rows_now) if fp8 else rows_now.float()
+        pages = torch.arange(SLOTS // 64, device="cuda")
+        index = read_index_pages(keys, pages).flatten(0, 1) if fp8 else keys.float()
+        # Quantisation's own error is 2.6%; what exceeds it counts.
+        allowed = 0.028 if fp8 else 0.0
+        found = max(relative(stored, wide[slots[0]]), relative(index[slots[0]], wide_keys[slots[0]]))
+        return max(relative(outs[0], want), found - allowed)
+
+    return Problem(launch, sets, error)
+
+
+def absorption(rows: int, up: bool) -> Problem:
+    torch.manual_seed(0)
+    bf16 = torch.bfloat16
+    sets = sets_for(HEADS * 448 * 512 * 2 + rows * HEADS * 832 * 2)
+    kv_b = [(torch.randn(HEADS, 448, 512, device="cuda") * 0.05).to(bf16) for _ in range(sets)]
+    query = torch.randn(rows, HEADS, 256, device="cuda").to(bf16)
+    latent = torch.randn(rows, HEADS, 512, device="cuda").to(bf16)
+    rope = rope_reference.rope_table(torch.arange(rows, device="cuda"), 64, 8e6, torch.float32)
+    outs: dict[int, torch.Tensor] = {}
+
+    def launch(i: int) -> None:
+        w = kv_b[i]
+        outs[i] = value_up(latent, w[:, 192:]) if up else absorb_query(query, w[:, :192], rope)
+
+    def error() -> float:
+        w = kv_b[0].float()
+        if up:
+            return relative(outs[0], torch.einsum("rhc,hvc->rhv", latent.float(), w[:, 192:]).flatten(1))
+        return relative(outs[0], query_reference.absorb_query(query.float(), w[:, :192], rope))
+
+    return Problem(launch, sets, error)
+
+
+def index_queries(rows: int) -> Problem:
+    torch.manual_seed(0)
+    sets = sets_for(rows * 32 * 128 * 3)
+    queries = [torch.randn(rows, 32, 128, device="cuda").bfloat16() for _ in range(sets)]
+    weights = torch.randn(rows, 160, device="cuda").bfloat16()[:, 128:]
+    rope = rope_reference.rope_table(torch.arange(rows, device="cuda"), 64, 8e6, torch.float32)
+    wide, scaled = query_reference.index_query(queries[0].float(), weights.float(), rope)
+    values, scale = quantise_index(wide)
+    outs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def launch(i: int) -> None:
+        outs[i] = index_query(queries[i], weights, rope, True)
+
+    def error() -> float:
+        return max(relative(outs[0][0], values), relative(outs[0][1], scaled * scale))
+
+    return Problem(launch, sets, error)
+
+
+def lookups(rows: int) -> Problem:
+    torch.manual_seed(0)
+    table = torch.randperm(32 * 1600, device="cuda").int().view(32, 1600)
+    row_seq = torch.arange(rows, device="cuda") % 32
+    sets = sets_for(rows * 2048 * 8)
+    positions = [
+        torch.randint(0, 102400, (rows, 2048), device="cuda", dtype=torch.int32).sort().values
+        for _ in range(sets)
+    ]
+    outs: dict[int, torch.Tensor] = {}
+
+    def launch(i: int) -> None:
+        outs[i] = slot_lookup(positions[i], table, row_seq, 64)
+
+    def error() -> float:
+        want = slot_reference.slot_lookup(positions[0], table, row_seq, 64)
+        return float((outs[0] != want).float().mean())
+
+    return Problem(launch, sets, error)
+
+
+def tables(rows: int) -> Problem:
+    positions = torch.randint(0, 1 << 20, (rows,), device="cuda")
+    outs: dict[int, torch.Tensor] = {}
+
+    def launch(i: int) -> None:
+        outs[i] = rope_table(positions, 64, 8e6)
+
+    def error() -> float:
+        want = rope_reference.rope_table(positions, 64, 8e6, torch.float32)
+        return float((outs[0] - want).abs().max())
+
+    return Problem(launch, 1, error)
+
+
+def cases() -> Iterator[Case]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for rows in ROWS:
+        name = f"{rows} rows"
+        read = rows * WIDTH * 2 + rows * 4096
+        for fp8, size in ((True, 788), (False, 1408)):
+            yield Case(
+                "latent_inputs", f"{'fp8' if fp8 else 'bf16'} {name}",
+                lambda r=rows, f=fp8: writes(r, f), memory_us(read + rows * size), 6e-3, None,
+                target(rows),
+            )  # fmt: skip
+        yield Case(
+            "query_side", f"absorb {name}", lambda r=rows: absorption(r, False),
+            memory_us(HEADS * 192 * 1024 + rows * HEADS * 832 * 2), 6e-3, None, target(rows),
+        )  # fmt: skip
+        yield Case(
+            "value_up", name, lambda r=rows: absorption(r, True),
+            memory_us(HEADS * 256 * 1024 + rows * HEADS * 768 * 2), 6e-3, None, target(rows),
+        )  # fmt: skip
+        yield Case(
+            "query_side", f"index query fp8 {name}", lambda r=rows: index_queries(r),
+            memory_us(rows * 32 * 128 * 3), 2e-3, None, target(rows),
+        )  # fmt: skip
+        if rows <= 192:
+            yield Case(
+                "slot_lookup", name, lambda r=rows: lookups(r), memory_us(rows * 2048 * 8), 0.0,
+                None, target(rows),
+            )  # fmt: skip
+            yield Case("rope", f"table, {name}", lambda r=rows: tables(r), None, 1e-5, None, None)
