@@ -3,7 +3,7 @@
 
 client -> engine   Request, Cancel     engine -> client   Progress, EngineInfo, Chunks, EngineStats,
                                                          EngineFailed
-engine -> ranks    StepPlan            rank 0 -> engine   Progress, RanksReady, StepResult
+engine -> ranks    StepPlan, StepMasks  rank 0 -> engine   Progress, RanksReady, StepResult
 
 Both ends are this project's own processes on one machine, so the wire form is pickle. What a
 sampling setting means, and which values are refused, is in `sampling_params`.
@@ -170,6 +170,7 @@ class RowInit:
     prompt_length: int = 0
     draft_script: DraftScript | None = None
     shaping: Shaping | None = None  # None: logits are drawn from as they are
+    grammar: bool = False  # StepMasks say what may be drawn; results report the drafts
 
 
 @dataclass(frozen=True)
@@ -210,10 +211,25 @@ class StepPlan:
     grants: tuple[PageGrant, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     decode: tuple[int, ...] = ()  # rows that go on; a row that has ended meanwhile yields nothing
+    masks_follow: bool = False  # StepMasks come before the next plan
 
     @property
     def empty(self) -> bool:
         return not (self.prefill or self.decode)
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """What rows with a grammar may draw in a step; made while its forward pass runs.
+
+    A row has one mask a drawing place, in order; places without one are not reached, because
+    the grammar forbids a draft ahead of them.
+    """
+
+    step: int
+    rows: tuple[int, ...]
+    masks: tuple[npt.NDArray[np.uint32], ...]  # a row: [places, ceil(vocabulary / 32)] bits
+    more: bool = False  # another part of the same step follows
 
 
 @dataclass(frozen=True)
@@ -227,6 +243,7 @@ class RowOutput:
     accepted_drafts: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens this step reached
+    drafts: tuple[int, ...] = ()  # for the row's next step, when it has a grammar
 
 
 @dataclass(frozen=True)

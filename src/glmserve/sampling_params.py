@@ -37,8 +37,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, None),
     "detokenize": (True, None),
     "truncate_prompt_tokens": (None,),
-    "guided_decoding": (None,),
-    "structured_outputs": (None,),
 }
 
 
@@ -59,6 +57,12 @@ def _integer(field: str, value: Any) -> int:
 def _flag(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidInput(field, value, "must be true or false")
+    return value
+
+
+def _string(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(field, value, "must be a string")
     return value
 
 
@@ -126,6 +130,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt
     priority: int = 0  # lower runs sooner and is preempted later
     deadline: float | None = None  # seconds from arrival until the request is ended
+    grammar: str | None = None  # as llguidance takes it; preprocess makes it from response_format
+    grammar_after: int | None = None  # the token that activates it; None = from the start
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # applied by postprocess
     stop_token_ids: tuple[int, ...] = ()
@@ -143,6 +149,12 @@ class SamplingParams:
         need(abs(self.priority) < 1 << 31, "priority", "must fit 32 bits")
         need(self.deadline is None or self.deadline > 0, "deadline", "must be positive seconds")
         need(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]")
+        need(self.grammar != "", "grammar", "must not be empty")
+        need(
+            self.grammar_after is None or self.grammar_after >= 0,
+            "grammar_after",
+            "must be a token id",
+        )
         need(
             0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
             "min_tokens",
@@ -236,6 +248,8 @@ _CONVERT: Mapping[str, Any] = {
     "min_p": _number,
     "priority": _integer,
     "deadline": _number,
+    "grammar": _string,
+    "grammar_after": _integer,
     "min_tokens": _integer,
     "presence_penalty": _number,
     "frequency_penalty": _number,

@@ -59,6 +59,9 @@ class EngineLoop:
             if plan is None:
                 break
             self.ranks.send(encode(plan), self.step_timeout)
+            if plan.masks_follow:  # made while the ranks run the forward pass
+                for masks in self.scheduler.masks(plan):
+                    self.ranks.send(encode(masks), self.step_timeout)
             self.in_flight.append(plan)
         if not self.in_flight:
             if self.scheduler.idle:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from glmserve.config import EngineConfig
 from glmserve.engine.client import EngineSpec
+from glmserve.engine.grammar_state import Grammars
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
 from glmserve.errors import EngineError, GlmServeError
@@ -35,6 +36,7 @@ from glmserve.messages import (
 )
 from glmserve.model_config import ModelConfig
 from glmserve.parallel.launcher import RankLauncher
+from glmserve.text.grammar_vocabulary import grammar_vocabulary
 from glmserve.text.tokenizer import Tokenizer
 
 STATS_PERIOD = 0.5  # seconds between two messages of statistics while steps run
@@ -74,7 +76,7 @@ class EngineProcess:
         assert isinstance(message, RanksReady), message
         generation = GenerationConfig.from_directory(self.config.checkpoint)
         eos = generation.eos_token_ids or self.model.eos_token_id
-        self.scheduler = Scheduler(self.config, eos)
+        self.scheduler = Scheduler(self.config, eos, self._grammars(eos))
         return EngineInfo(
             vocab_size=self.model.vocab_size,
             max_model_len=self.config.max_model_len,
@@ -84,6 +86,14 @@ class EngineProcess:
             rank_pids=self.ranks.pids,
             parameter_bytes=message.parameter_bytes,
             share_bytes=message.share_bytes,
+        )
+
+    def _grammars(self, eos: tuple[int, ...]) -> Grammars | None:
+        directory = Path(self.config.checkpoint)
+        if not (directory / "tokenizer.json").exists():
+            return None
+        return Grammars(
+            lambda: grammar_vocabulary(Tokenizer(directory), eos), self.model.vocab_size
         )
 
     def serve(self) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import secrets
 from bisect import insort
+from collections.abc import Iterator
 
 import numpy as np
 
 from glmserve.config import PAGE_SIZE, EngineConfig
+from glmserve.engine.grammar_state import Grammars, Mask
 from glmserve.engine.page_pool import PagePool
 from glmserve.engine.sequence import Sequence
 from glmserve.engine.stats import StatsCollector
@@ -26,9 +28,13 @@ from glmserve.messages import (
     PrefillChunk,
     Request,
     RowInit,
+    RowOutput,
+    StepMasks,
     StepPlan,
     StepResult,
 )
+
+_MASK_BYTES = 2 << 20  # of one message of masks; the ring holds several
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -38,8 +44,15 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 class Scheduler:
     """Owns every sequence from arrival to its last chunk. One thread uses it."""
 
-    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        eos_token_ids: tuple[int, ...],
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`grammars`: None where requests cannot bring any, for want of a tokenizer."""
         self.config = config
+        self.grammars = grammars
         self.eos_token_ids = eos_token_ids
         self.pool = PagePool(config.num_pages, config.page_seed)
         self.waiting: list[Sequence] = []  # both in order: (priority, arrival)
@@ -83,6 +96,21 @@ class Scheduler:
             order=(request.sampling.priority, self._arrivals),
             deadline=math.inf if seconds is None else now + seconds,
         )
+        if request.sampling.grammar is not None:
+            if self.grammars is None:
+                return Chunk(
+                    request.uid,
+                    0,
+                    finish_reason="error",
+                    num_prompt_tokens=len(request.prompt),
+                    error="grammar: this checkpoint has no tokenizer",
+                    error_code="INVALID_ARG",
+                )
+            sequence.grammar = self.grammars.start(
+                request.sampling.grammar,
+                request.sampling.grammar_after,
+                sequence.stop_token_ids(self.eos_token_ids),
+            )
         self._by_uid[request.uid] = sequence
         self._next_deadline = min(self._next_deadline, sequence.deadline)
         self.stats.arrived(len(request.prompt))
@@ -153,10 +181,41 @@ class Scheduler:
             sequence.sampling_steps += chunk.final
             sequence.last_step = step
         rows = tuple(sequence.row for sequence in decode)
-        return StepPlan(step, tuple(admit), tuple(grants), tuple(prefill), rows)
+        masked = any(s.grammar for s in decode) or any(
+            chunk.final and self._by_row[chunk.row].grammar for chunk in prefill
+        )
+        return StepPlan(step, tuple(admit), tuple(grants), tuple(prefill), rows, masked)
+
+    def masks(self, plan: StepPlan) -> Iterator[StepMasks]:
+        """What the plan's rows with a grammar may draw, in parts that fit the ring.
+
+        To be called once the plan is sent: the ranks need it after their forward pass.
+        """
+        places = dict.fromkeys(plan.decode, self.config.drafts + 1)
+        places |= {chunk.row: 1 for chunk in plan.prefill if chunk.final}
+        rows: list[int] = []
+        masks: list[Mask] = []
+        for row, count in places.items():
+            sequence = self._by_row[row]
+            if sequence.grammar is None:
+                continue
+            if sum(mask.nbytes for mask in masks) > _MASK_BYTES:
+                yield StepMasks(plan.step, tuple(rows), tuple(masks), more=True)
+                rows, masks = [], []
+            early = sequence.request.sampling.min_tokens - len(sequence.output)
+            rows.append(row)
+            masks.append(sequence.grammar.masks(count, early))
+        yield StepMasks(plan.step, tuple(rows), tuple(masks))
 
     def _plan_decode(self, grants: list[PageGrant]) -> list[Sequence] | None:
-        ready = [s for s in self.running if not s.prefilling and not s.surely_done]
+        ready = [
+            s
+            for s in self.running
+            if not s.prefilling
+            and not s.surely_done
+            # A grammar's masks need every token before them.
+            and not (s.grammar and s.sampling_steps)
+        ]
         planned: list[Sequence] = []
         for sequence in ready:
             if sequence.row < 0:  # preempted below, for an older one
@@ -285,6 +344,9 @@ class Scheduler:
             sequence.prompt_logprobs += out.prompt_logprobs
             if not out.token_ids:
                 continue
+            if sequence.grammar is not None and not self._follow(sequence, out):
+                chunks.append(sequence.chunk())
+                continue
             sequence.output.extend(out.token_ids)
             self._publish(sequence, sequence.length - 1)  # the last token is not in the caches
             if out.stopped:
@@ -296,6 +358,17 @@ class Scheduler:
             self._leaving.remove(sequence)
             self._release(sequence)
         return chunks
+
+    def _follow(self, sequence: Sequence, out: RowOutput) -> bool:
+        """Moves a sequence's grammar on; ends the sequence with an error if that fails."""
+        grammar = sequence.grammar
+        assert grammar is not None
+        grammar.advance(out.token_ids, out.drafts)
+        if not grammar.error:
+            return True
+        sequence.error, sequence.error_code = grammar.error, "INVALID_ARG"
+        self._finish(sequence, "error")
+        return False
 
     def _publish(self, sequence: Sequence, computed: int) -> None:
         """Lets others find the pages that `computed` confirmed tokens have filled.

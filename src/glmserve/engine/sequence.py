@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from glmserve.config import PAGE_SIZE
+from glmserve.engine.grammar_state import GrammarState
 from glmserve.engine.page_pool import ROOT, chain_key
 from glmserve.messages import (
     Chunk,
@@ -43,6 +44,8 @@ class Sequence:
     last_step: int = -1  # newest step whose plan names the row
     finish_reason: FinishReason | None = None
     error: str = ""  # why, where the reason does not say it
+    error_code: str = ""
+    grammar: GrammarState | None = None
     chunks_sent: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not sent yet
     keys: list[bytes] = field(default_factory=list)  # of leading full pages, as far as needed
@@ -81,10 +84,15 @@ class Sequence:
         """True when the steps in flight exhaust max_tokens even if each confirms one token."""
         return self.sampling_steps >= self.remaining
 
+    def stop_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Ids that end it. A grammar's end is the answer's end, so eos cannot be ignored there."""
+        s = self.request.sampling
+        eos = () if s.ignore_eos and s.grammar is None else eos_token_ids
+        return tuple(dict.fromkeys((*eos, *s.stop_token_ids)))
+
     def row_init(self, eos_token_ids: tuple[int, ...]) -> RowInit:
         """What the ranks need to know of this sequence when it takes its row."""
         s = self.request.sampling
-        stops = () if s.ignore_eos else eos_token_ids
         return RowInit(
             row=self.row,
             seed=self.seed,
@@ -92,14 +100,16 @@ class Sequence:
             top_p=s.top_p,
             top_k=s.top_k,
             remaining=self.remaining,
-            stop_token_ids=tuple(dict.fromkeys((*stops, *s.stop_token_ids))),
+            stop_token_ids=self.stop_token_ids(eos_token_ids),
             min_p=s.min_p,
-            stops_from=len(self.request.prompt) + s.min_tokens,
+            # Masks do this with a grammar, so that its end is not shut.
+            stops_from=0 if s.grammar is not None else len(self.request.prompt) + s.min_tokens,
             logprobs=s.logprobs,
             prompt_logprobs=None if self.output else s.prompt_logprobs,
             prompt_length=len(self.request.prompt),
             draft_script=self.request.draft_script,
             shaping=self._shaping(),
+            grammar=s.grammar is not None,
         )
 
     def _shaping(self) -> Shaping | None:
@@ -153,5 +163,6 @@ class Sequence:
             logprobs=out.logprobs if out else (),
             prompt_logprobs=prompt_logprobs,
             error=self.error,
+            error_code=self.error_code,
             stop_token=tokens[-1] if out and out.stopped else None,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from glmserve.messages import RowOutput, TokenLogprobs
 from glmserve.model.decoder import Decoder
+from glmserve.runtime.grammar_masks import GrammarMasks
 from glmserve.runtime.logit_shaping import DrawingRows, LogitShaping
 from glmserve.runtime.packing import Layout
 from glmserve.runtime.row_state import RowState
@@ -25,12 +27,21 @@ class Drawn:
 
 class Drawer:
     def __init__(
-        self, decoder: Decoder, sampler: Sampler, state: RowState, shaping: LogitShaping
+        self,
+        decoder: Decoder,
+        sampler: Sampler,
+        state: RowState,
+        shaping: LogitShaping,
+        grammar: GrammarMasks,
     ) -> None:
-        self.decoder, self.sampler, self.state, self.shaping = decoder, sampler, state, shaping
+        self.decoder, self.sampler, self.state = decoder, sampler, state
+        self.shaping, self.grammar = shaping, grammar
 
-    def draw(self, layout: Layout, hidden: Tensor) -> Drawn:
-        """Tokens for the sampled sequences of a step, from its hidden rows [R, D]."""
+    def draw(self, layout: Layout, hidden: Tensor, masks: Mapping[int, Tensor]) -> Drawn:
+        """Tokens for the sampled sequences of a step, from its hidden rows [R, D].
+
+        masks: of the rows with a grammar, by device row.
+        """
         state, batch = self.state, layout.batch
         k = state.drafts.shape[1]
         tokens = torch.full((len(layout.sampled), k + 1), -1, device=hidden.device)
@@ -46,7 +57,7 @@ class Drawer:
         logits = self.decoder.logits(hidden[index])
         ahead = torch.where(offset[None, :k] < offset[:, None], drafts[:, None, :], -1)[drawing]
         shaped = self.shaping.shape(
-            logits,
+            self.grammar.apply(logits, layout, masks) if masks else logits,
             DrawingRows(rows, positions, ahead.clamp(min=-1)),
             state.stops[rows],
             state.stops_from[rows],

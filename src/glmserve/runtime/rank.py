@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -17,7 +18,7 @@ from glmserve.checkpoint.reader import load_weights
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.ring import BroadcastRing
-from glmserve.messages import Progress, RanksReady, decode, encode
+from glmserve.messages import Progress, RanksReady, StepMasks, decode, encode
 from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
@@ -33,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def build(
-    config: EngineConfig, group: Group, results: BroadcastRing | None
+    config: EngineConfig, group: Group, plans: BroadcastRing, results: BroadcastRing | None
 ) -> tuple[StepRunner, RanksReady]:
     """Loads weights and allocates caches; the same on every rank."""
     device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
@@ -68,7 +69,11 @@ def build(
         device,
     )
     capture = Capture(config.capture_dir, group) if config.capture_dir else None
-    runner = StepRunner(config, decoder, mtp, caches, sampler, device, capture)
+
+    def fetch_masks() -> StepMasks:
+        return cast(StepMasks, decode(plans.recv()))
+
+    runner = StepRunner(config, decoder, mtp, caches, sampler, device, fetch_masks, capture)
     counts = group.all_gather(torch.tensor([weights.parameter_bytes, share], dtype=torch.int64))
     everyone = counts.tolist()
     return runner, RanksReady(tuple(c[0] for c in everyone), tuple(c[1] for c in everyone))
@@ -81,7 +86,7 @@ def main() -> int:
     plans, results = spec.open_plans(), spec.open_results()
     try:
         group = make_group(spec)
-        runner, ready = build(EngineConfig.from_json(spec.engine), group, results)
+        runner, ready = build(EngineConfig.from_json(spec.engine), group, plans, results)
         if results is not None:
             results.send(encode(ready))
         while True:

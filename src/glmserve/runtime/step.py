@@ -7,17 +7,20 @@ This is the eager form that CPU ranks run; a CUDA graph replays the same sequenc
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from glmserve.config import EngineConfig
-from glmserve.messages import StepPlan, StepResult
+from glmserve.messages import RowOutput, StepMasks, StepPlan, StepResult
 from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
 from glmserve.runtime.capture import Capture
 from glmserve.runtime.drafting import Drafter
 from glmserve.runtime.drawing import Drawer
+from glmserve.runtime.grammar_masks import GrammarMasks
 from glmserve.runtime.logit_shaping import LogitShaping
 from glmserve.runtime.packing import pack
 from glmserve.runtime.row_state import RowState
@@ -35,13 +38,16 @@ class StepRunner:
         caches: Caches,
         sampler: Sampler,
         device: torch.device,
+        fetch_masks: Callable[[], StepMasks],
         capture: Capture | None = None,
     ) -> None:
+        """`fetch_masks` waits for the masks that follow a plan (`StepPlan.masks_follow`)."""
         assert (mtp is not None) == (config.drafts > 0)
         self.decoder, self.caches, self.capture = decoder, caches, capture
         self.state = RowState(config, device)
         self.shaping = LogitShaping(config.max_rows, int(sampler.ids[0]), len(sampler.ids), device)
-        self.drawer = Drawer(decoder, sampler, self.state, self.shaping)
+        self.grammar = GrammarMasks(sampler.ids, fetch_masks)
+        self.drawer = Drawer(decoder, sampler, self.state, self.shaping, self.grammar)
         self.drafter = Drafter(config, decoder, mtp, caches, sampler, self.state) if mtp else None
 
     @torch.inference_mode()
@@ -51,14 +57,19 @@ class StepRunner:
         for init in plan.admit:
             self.state.admit(init)
             self.shaping.admit(init)
+            self.grammar.admit(init)
         self.state.grant(plan.grants)
         layout = pack(plan, self.state)
         if layout is None:
+            assert not plan.masks_follow, (
+                "rows with a grammar are planned when they are known to run"
+            )
             return StepResult(plan.step)
         taps = self.capture.begin() if self.capture else None
         hidden = self.decoder.forward(layout.batch, self.caches, taps)
         forward = time.perf_counter()
-        drawn = self.drawer.draw(layout, hidden)
+        masks = self.grammar.receive(plan.step) if plan.masks_follow else {}
+        drawn = self.drawer.draw(layout, hidden, masks)
         sampled = time.perf_counter()
         if self.drafter:
             self.drafter.draft(layout, hidden, drawn, self.capture)
@@ -69,4 +80,14 @@ class StepRunner:
             "sample": sampled - forward,
             "draft": time.perf_counter() - sampled,
         }
-        return StepResult(plan.step, drawn.outputs, len(layout.batch.tokens), timings)
+        outputs = self._with_drafts(drawn.outputs) if masks else drawn.outputs
+        return StepResult(plan.step, outputs, len(layout.batch.tokens), timings)
+
+    def _with_drafts(self, outputs: tuple[RowOutput, ...]) -> tuple[RowOutput, ...]:
+        """Adds the new drafts of rows with a grammar: the engine makes masks along them."""
+        return tuple(
+            replace(out, drafts=tuple(self.state.drafts[out.row].tolist()))
+            if self.grammar.has(out.row)
+            else out
+            for out in outputs
+        )

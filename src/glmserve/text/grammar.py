@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from glmserve.errors import InvalidInput
 from glmserve.text import markers
-from glmserve.text.grammar_vocabulary import grammar_tokenizer
+from glmserve.text.grammar_vocabulary import grammar_vocabulary
 from glmserve.text.json_grammar import prepared
 from glmserve.text.output_constraint import OutputConstraint
 from glmserve.text.output_options import OutputOptions
@@ -45,7 +45,7 @@ class GrammarBuilder:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        return grammar_tokenizer(self._tokenizer)
+        return grammar_vocabulary(self._tokenizer).tokenizer
 
     def build(self, constraint: OutputConstraint | None, options: OutputOptions) -> Grammar | None:
         """The grammar of a request, None when it asks for none.

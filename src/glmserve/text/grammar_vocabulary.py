@@ -8,9 +8,11 @@ mean the same ids. llguidance is imported nowhere else but there and loads no to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from glmserve.text import markers
 from glmserve.text.tokenizer import Tokenizer
 
 _CONTROL = b"\xff"  # llguidance's sign in front of a token that text never matches
@@ -39,11 +41,23 @@ class _Vocabulary:
         return [int(token) for token in self._tokenizer.encode(text, markers=False)]
 
 
-def grammar_tokenizer(tokenizer: Tokenizer, eos_token_ids: Sequence[int] = ()) -> LLTokenizer:
+class GrammarVocabulary(NamedTuple):
+    """`reserved`: ids that an answer must not have before its grammar begins."""
+
+    tokenizer: LLTokenizer
+    eos_token_ids: tuple[int, ...]
+    reserved: tuple[int, ...]
+
+
+def grammar_vocabulary(
+    tokenizer: Tokenizer, eos_token_ids: Sequence[int] = ()
+) -> GrammarVocabulary:
     """Takes about a second for GLM's vocabulary: make it once a process.
 
     Grammars name control tokens by id, `<[154843]>`. Ids beyond the tokenizer are in no mask.
     """
-    eos = list(eos_token_ids or tokenizer.eos_token_ids)
-    vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, eos))
-    return LLTokenizer(vocabulary, n_vocab=tokenizer.vocab_size, eos_token=eos)
+    eos = tuple(eos_token_ids or tokenizer.eos_token_ids)
+    wrapper = TokenizerWrapper(_Vocabulary(tokenizer, eos))
+    made = LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size, eos_token=list(eos))
+    call = tokenizer.marker_id(markers.CALL)  # it would end the reasoning
+    return GrammarVocabulary(made, eos, (*eos, *(() if call is None else (call,))))
