@@ -21,6 +21,8 @@ from glmserve.sampling_params import SamplingParams
 from glmserve.server.output_settings import OutputSettings
 from glmserve.server.stage_messages import Prompted, TextRequest
 from glmserve.text.chat_request import ChatRequest
+from glmserve.text.grammar import GrammarBuilder
+from glmserve.text.output_constraint import OutputConstraint, take_constraint
 from glmserve.text.output_options import StopOptions
 from glmserve.text.prompt import Prompt, PromptBuilder
 
@@ -70,6 +72,7 @@ class PreprocessStage:
         """`config` has its `max_model_len` filled in. Raises CheckpointError, ConfigError."""
         self._max_model_len = config.max_model_len
         self._builder = PromptBuilder(config.checkpoint)
+        self._grammars = GrammarBuilder(self._builder.tokenizer)
         self._defaults = GenerationConfig.from_directory(config.checkpoint).sampling
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class PreprocessStage:
     def handle(self, request: TextRequest) -> Prompted:
         """Raises InvalidInput naming the field; the uid is 128 random bits."""
         tensors = request.tensors
-        sampling = self._sampling(request)
+        sampling, constraint = self._sampling(request)
         stop = StopOptions(
             strings=sampling.stop,
             include=sampling.include_stop_str_in_output,
@@ -87,6 +90,9 @@ class PreprocessStage:
         )
         prompt = self._prompt(tensors, stop)
         check_length(len(prompt.ids), self._max_model_len)
+        grammar = self._grammars.build(constraint, prompt.options)
+        if grammar is not None:
+            sampling = replace(sampling, grammar=grammar.text, grammar_after=grammar.after)
         stream = tensors.get("stream", False)
         echo = ""
         if not tensors.get("exclude_input_in_output", True):
@@ -103,7 +109,7 @@ class PreprocessStage:
             output_settings=OutputSettings(prompt.options, echo).to_json(),
         )
 
-    def _sampling(self, request: TextRequest) -> SamplingParams:
+    def _sampling(self, request: TextRequest) -> tuple[SamplingParams, OutputConstraint | None]:
         """Request parameters, overridden by tensors, overridden by `sampling_parameters`."""
         values = {k: v for k, v in request.parameters.items() if k not in _PROTOCOL}
         for tensor, setting in _SETTINGS.items():
@@ -112,6 +118,7 @@ class PreprocessStage:
                 values[setting] = value.tolist() if hasattr(value, "tolist") else value
         if "sampling_parameters" in request.tensors:
             values |= SamplingParams.parse_object(request.tensors["sampling_parameters"])
+        constraint = take_constraint(values)
         sampling = SamplingParams.from_mapping(values, self._defaults)
         if sampling.logprobs is None and any(
             request.tensors.get(name) for name in ("return_logprobs", "return_cumulative_logprob")
@@ -121,7 +128,7 @@ class PreprocessStage:
             sampling = replace(
                 sampling, bad_words=(), bad_word_ids=self._spellings(sampling.bad_words)
             )
-        return sampling
+        return sampling, constraint
 
     def _spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens, as it stands and after a space: both may be written."""

@@ -37,6 +37,8 @@ def take_constraint(values: dict[str, Any]) -> OutputConstraint | None:
 
     Raises InvalidInput naming the key; also when two of them ask for something.
     """
+    if values.pop("grammar_after", None) is not None:
+        raise InvalidInput("grammar_after", "...", "follows from the prompt")
     found: list[OutputConstraint] = []
     guide = values.pop("guided_decoding_guide", None)
     for key, read in _READERS.items():
@@ -196,5 +198,6 @@ _READERS: Mapping[str, _Reader] = {
     "guided_regex": _regex,
     "guided_choice": _choice,
     "guided_grammar": _grammar,
+    "grammar": _grammar,
     _GUIDE_TYPE: _guide,
 }
