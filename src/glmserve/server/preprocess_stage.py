@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from glmserve import env
 from glmserve.config import EngineConfig
 from glmserve.engine.admission import check_length
 from glmserve.errors import InvalidInput
@@ -45,6 +46,9 @@ _SETTINGS: Final[Mapping[str, str]] = {
     "ignore_eos": "ignore_eos",
     "priority": "priority",
     "deadline": "deadline",
+    "response_format": "response_format",
+    "guided_decoding_guide_type": "guided_decoding_guide_type",
+    "guided_decoding_guide": "guided_decoding_guide",
 }
 _CHAT: Final = (
     "messages",
@@ -71,7 +75,13 @@ class PreprocessStage:
     def __init__(self, config: EngineConfig) -> None:
         """`config` has its `max_model_len` filled in. Raises CheckpointError, ConfigError."""
         self._max_model_len = config.max_model_len
-        self._builder = PromptBuilder(config.checkpoint)
+        self._stop_scope = env.STOP_SCOPE.get()
+        self._builder = PromptBuilder(
+            config.checkpoint,
+            plain_user_text=env.PLAIN_USER_TEXT.get(),
+            unknown_tool=env.UNKNOWN_TOOL.get(),
+            defaults=env.CHAT_TEMPLATE_KWARGS.get(),
+        )
         self._grammars = GrammarBuilder(self._builder.tokenizer)
         self._defaults = GenerationConfig.from_directory(config.checkpoint).sampling
 
@@ -85,6 +95,7 @@ class PreprocessStage:
         stop = StopOptions(
             strings=sampling.stop,
             include=sampling.include_stop_str_in_output,
+            scope=self._stop_scope,
             min_tokens=sampling.min_tokens,
             token_ids=sampling.stop_token_ids,
         )
