@@ -7,10 +7,11 @@ The README's table is checked against `REGISTRY` by a test.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from glmserve.errors import ConfigError
 
@@ -71,6 +72,25 @@ def parse_bool(raw: str) -> bool:
     raise ValueError("expected a boolean: 1/0, true/false, yes/no or on/off")
 
 
+def one_of(*words: str) -> Callable[[str], Any]:
+    """A parser of one of `words`."""
+
+    def parse(raw: str) -> Any:
+        if raw not in words:
+            raise ValueError(f"expected one of {', '.join(words)}")
+        return raw
+
+    return parse
+
+
+def parse_object(raw: str) -> dict[str, Any]:
+    """A JSON object; ValueError otherwise."""
+    value = json.loads(raw)
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns this process's environment with the required switches and `extra` applied.
 
@@ -128,4 +148,28 @@ KEEP_ALIVE = EnvVar(
     float,
     1.0,
     "Silent seconds until a stream gets an empty answer; 0: never.",
+)
+PLAIN_USER_TEXT = EnvVar(
+    "GLMSERVE_PLAIN_USER_TEXT",
+    parse_bool,
+    False,
+    "Markers that user or tool text spells are encoded as plain text.",
+)
+UNKNOWN_TOOL: EnvVar[Literal["drop", "forward"]] = EnvVar(
+    "GLMSERVE_UNKNOWN_TOOL",
+    one_of("drop", "forward"),
+    "drop",
+    "Calls of undeclared tools: `drop` or `forward`.",
+)
+STOP_SCOPE: EnvVar[Literal["raw", "content"]] = EnvVar(
+    "GLMSERVE_STOP_SCOPE",
+    one_of("raw", "content"),
+    "raw",
+    "Where stop strings count: `raw` text or `content` only.",
+)
+CHAT_TEMPLATE_KWARGS: EnvVar[dict[str, Any]] = EnvVar(
+    "GLMSERVE_CHAT_TEMPLATE_KWARGS",
+    parse_object,
+    {},
+    "JSON object; a request's own block is merged over it.",
 )

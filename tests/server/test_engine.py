@@ -16,7 +16,14 @@ from glmserve.engine.client import EngineClient
 from glmserve.messages import Request
 from glmserve.sampling_params import SamplingParams
 from glmserve.text.tokenizer import Tokenizer
-from tests.server.harness import Answer, Server, in_parallel, in_parallel_aio
+from tests.server.harness import (
+    Answer,
+    BackgroundStreams,
+    Server,
+    in_parallel,
+    in_parallel_aio,
+    wait_until,
+)
 
 STREAMS = 16
 TOKENS = 200
@@ -107,6 +114,19 @@ def test_sixteen_streams_over_one_protocol_equal_offline(
     _check(answers, tokenizer, offline)
     if protocol in ("grpc", "aio"):
         assert [got.finals for got in answers] == [1] * STREAMS
+
+
+def test_sigterm_with_sixteen_streams_and_after_failed_requests(checkpoint: Path) -> None:
+    options = ["--checkpoint", str(checkpoint), "--ranks", str(RANKS), "--device", "cpu"]
+    with Server(*options) as server:
+        for _ in range(3):
+            assert server.generate(text_input="x", top_p=0.0)[0] == 400
+        long = {"text_input": "x", **GREEDY, "max_tokens": 3000}
+        streams = BackgroundStreams(server, [long] * STREAMS)
+        wait_until(lambda: server.status()["running"] == STREAMS, 20.0, "sixteen streams run")
+        assert server.stop() < 10.0
+        for got in streams.join(10.0):
+            assert (got.error, got.finish_reason, got.finals) == ("", "abort", 1)
 
 
 def test_killing_the_last_rank_ends_running_requests_with_an_error(checkpoint: Path) -> None:

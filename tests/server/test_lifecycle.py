@@ -112,3 +112,26 @@ def test_a_busy_port_is_named() -> None:
     assert done.returncode == 1
     assert f"http port {port}" in done.stderr
     assert "--http-port" in done.stderr
+
+
+def test_a_setting_of_the_environment_reaches_the_stages(checkpoint: Path) -> None:
+    """Stop strings that count in the content only do not end a reasoning."""
+    request = {"messages": '[{"role": "user", "content": "alpha END"}]', "max_tokens": 60}
+    with Server(
+        "--checkpoint", str(checkpoint), GLMSERVE_ENGINE=SCRIPTED, GLMSERVE_STOP_SCOPE="content"
+    ) as server:
+        _, body = server.generate(**request, stop_words=["END"])
+        assert body["finish_reason"] == "length"
+        assert "END" in body["reasoning_content"]
+
+
+def test_a_setting_that_cannot_be_is_named(checkpoint: Path) -> None:
+    with Server(
+        "--checkpoint",
+        str(checkpoint),
+        wait=False,
+        GLMSERVE_ENGINE=SCRIPTED,
+        GLMSERVE_STOP_SCOPE="everywhere",
+    ) as server:
+        assert server.process.wait(timeout=60.0) == 1
+        assert "GLMSERVE_STOP_SCOPE = 'everywhere': expected one of raw, content" in server.log_text
