@@ -14,10 +14,10 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from glmserve.errors import GlmServeError
-from glmserve.text.grammar_vocabulary import GrammarVocabulary
+from glmserve.text.grammar_vocabulary import GRAMMAR_LIMITS, GrammarVocabulary
 
 Mask = npt.NDArray[np.uint32]
 _ALL = np.uint32(0xFFFFFFFF)
@@ -49,8 +49,7 @@ class Grammars:
         return mask
 
     def _build(self, text: str) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False)  # errors go to the client
-        return LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=limits)
+        return LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=GRAMMAR_LIMITS)
 
 
 class GrammarState:

@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from glmserve.errors import InvalidInput
 from glmserve.text import markers
-from glmserve.text.grammar_vocabulary import grammar_vocabulary
+from glmserve.text.grammar_vocabulary import GRAMMAR_LIMITS, grammar_vocabulary
 from glmserve.text.json_grammar import prepared
 from glmserve.text.output_constraint import OutputConstraint
 from glmserve.text.output_options import OutputOptions
@@ -114,10 +114,12 @@ class GrammarBuilder:
 
     def _error(self, text: str) -> str:
         """What llguidance says against a grammar, on one line; empty if it is good."""
-        failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._vocabulary)
-        if not failed:
-            return ""
-        return " ".join(" ".join(messages).split("\n   1 |")[0].split())[:_WORST] or "not usable"
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=GRAMMAR_LIMITS)
+        message: str = matcher.get_error()
+        if message:
+            return " ".join(message.split("\n   1 |")[0].split())[:_WORST]
+        matcher.compute_bitmask()
+        return "nothing matches it" if matcher.is_error() else ""
 
 
 def _body(constraint: OutputConstraint) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from glmserve.text import markers
 from glmserve.text.tokenizer import Tokenizer
 
+# The library's own bounds on time and memory; errors go to clients, so they show no state.
+GRAMMAR_LIMITS = LLParserLimits(verbose_errors=False)
 _CONTROL = b"\xff"  # llguidance's sign in front of a token that text never matches
 
 

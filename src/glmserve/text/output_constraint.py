@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from glmserve.errors import InvalidInput
+from glmserve.text.client_json import check_depth, loads
 
 MAX_CHOICES = 1024
 MAX_SOURCE = 1 << 20  # characters of a schema, a regular expression or a grammar
@@ -124,9 +125,10 @@ def _json_object(field: str, value: Any) -> OutputConstraint | None:
 
 def _schema(field: str, value: Any, strict: bool = True) -> OutputConstraint:
     if isinstance(value, str):
-        value = _parsed(field, _text(field, value))
+        value = loads(field, _text(field, value))
     if not isinstance(value, dict | bool):
         raise InvalidInput(field, value, "a JSON schema is an object")
+    check_depth(field, value)
     if len(json.dumps(value)) > MAX_SOURCE:
         raise InvalidInput(field, "...", f"longer than {MAX_SOURCE} characters")
     return OutputConstraint("json", value, field, strict)
@@ -142,7 +144,7 @@ def _grammar(field: str, value: Any) -> OutputConstraint:
 
 def _choice(field: str, value: Any) -> OutputConstraint:
     if isinstance(value, str):
-        value = _parsed(field, _text(field, value))
+        value = loads(field, _text(field, value))
     if (
         not isinstance(value, list | tuple)
         or not 1 <= len(value) <= MAX_CHOICES
@@ -162,17 +164,10 @@ def _text(field: str, value: Any) -> str:
 
 def _object(field: str, value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):  # as a request parameter
-        value = _parsed(field, value)
+        value = loads(field, value)
     if not isinstance(value, dict):
         raise InvalidInput(field, value, "must be an object")
     return value
-
-
-def _parsed(field: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(field, text, f"is not valid JSON: {error}") from None
 
 
 _Reader = Callable[[str, Any], OutputConstraint | None]
