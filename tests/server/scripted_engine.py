@@ -158,7 +158,7 @@ class ScriptedEngine:
     ) -> None:
         chunk = Chunk(
             uid=row.request.uid,
-            index=row.chunks,
+            number=row.chunks,
             token_ids=tuple(ids),
             finish_reason=finish,  # type: ignore[arg-type]
             num_prompt_tokens=len(row.request.prompt),

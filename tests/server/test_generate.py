@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import subprocess
+import time
 from collections.abc import Callable
 
 import pytest
@@ -188,11 +189,30 @@ def test_stop_string_ends_a_stream_at_once(scripted: Server, tokenizer: Tokenize
     wait_until(lambda: scripted.status()["running"] == 0, 2.0, "the engine was told")
 
 
+def test_nothing_follows_a_stop_string_in_busy_streams(scripted: Server) -> None:
+    """Sixteen fast streams keep postprocess behind the engine when its stop strings match."""
+    calls: list[Callable[[], Answer]] = [
+        lambda i=i: scripted.grpc_stream(
+            text_input=f"{'word ' * (7 * i)}END omega ",
+            stream=True,
+            max_tokens=1500,
+            stop_words=["END"],
+        )
+        for i in range(1, STREAMS + 1)
+    ]
+    for i, got in enumerate(in_parallel(calls), start=1):
+        assert (got.error, got.text, got.finals) == ("", "word " * (7 * i), 1)
+        reasons = [r["finish_reason"] for r in got.responses]
+        assert reasons == [""] * (len(reasons) - 1) + ["stop"]
+
+
 def test_stop_string_ends_generate_before_its_tokens_are_made(scripted: Server) -> None:
+    started = time.monotonic()
     status, body = scripted.generate(
         text_input="alpha beta END omega ", max_tokens=1500, stop_words=["END"], seed=Act.SLOW
     )
     assert status == 200
+    assert time.monotonic() - started < 5.0  # all its tokens take 15 s
     assert (body["text_output"], body["finish_reason"]) == ("alpha beta ", "stop")
     wait_until(lambda: scripted.status()["running"] == 0, 2.0, "the engine was told")
 
