@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench.registry import Case, Problem, arithmetic_us, memory_us
-from glmserve.kernels.index_logits.kernel import CTAS, index_logits
+from glmserve.kernels.index_logits.kernel import index_logits
 from glmserve.kernels.quant import quantise_index, read_index_pages, write_index_rows
 
 PAGE, ROW = 64, 132
@@ -110,7 +110,6 @@ def cases() -> Iterator[Case]:
             1e-3,
             peers.get(key),
             targets.get(key),
-            {"ctas": CTAS},
         )
     flops = 2 * 32 * 128 * 8192 * 8192 / 2
     yield Case(
@@ -121,5 +120,4 @@ def cases() -> Iterator[Case]:
         1e-3,
         296.42,
         400.0,
-        {"ctas": CTAS},
     )

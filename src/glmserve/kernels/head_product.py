@@ -13,7 +13,12 @@ import triton.language as tl
 
 from .triton_common import dot, to_bf16
 
-FEW_ROWS = 64
+# (most rows, tile); the first that fits is taken.
+_TILES: tuple[tuple[float, dict[str, int]], ...] = (
+    (64, {"BM": 16, "BN": 32, "BK": 64, "STAGES": 4, "num_warps": 2}),
+    (512, {"BM": 64, "BN": 64, "BK": 64, "STAGES": 3, "num_warps": 4}),
+    (float("inf"), {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}),
+)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -38,14 +43,13 @@ def head_product(
             acc = dot(a, tl.load(weights + i * BK * w_k), acc)
         tl.store(target + n[None, :], to_bf16(acc), mask=there)
     elif ROPE:
-        pair = tl.arange(0, 32)[None, :]
-        even = tl.load(line + K + 2 * pair, mask=there, other=0.0).to(tl.float32)
-        odd = tl.load(line + K + 2 * pair + 1, mask=there, other=0.0).to(tl.float32)
-        at = rope + (m[:, None] * 32 + pair) * 2
-        cos = tl.load(at, mask=there, other=0.0)
-        sin = tl.load(at + 1, mask=there, other=0.0)
-        tl.store(target + N + 2 * pair, to_bf16(even * cos - odd * sin), mask=there)
-        tl.store(target + N + 2 * pair + 1, to_bf16(odd * cos + even * sin), mask=there)
+        c = tl.arange(0, 64)[None, :]
+        key = tl.load(line + K + c, mask=there, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(key, [BM, 32, 2]))
+        angle = tl.load(rope + m[:, None] * 64 + c, mask=there, other=0.0)
+        cos, sin = tl.split(tl.reshape(angle, [BM, 32, 2]))
+        turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+        tl.store(target + N + c, to_bf16(tl.reshape(turned, [BM, 64])), mask=there)
 
 
 def multiply_heads(
@@ -57,12 +61,7 @@ def multiply_heads(
     """
     heads, k, n = w.shape
     rows = len(x)
-    few = rows <= FEW_ROWS
-    tile = (
-        {"BM": 16, "BN": 32, "BK": 64, "STAGES": 4, "num_warps": 2}
-        if few
-        else {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}
-    )
+    tile = next(tile for most, tile in _TILES if rows <= most)
     if rows == 0:
         return
     columns = n // tile["BN"] + (rope is not None)

@@ -19,8 +19,9 @@ from ..triton_common import dot
 
 HEADS, DIM, PAGE = 32, 128, 64
 GROUP, GROUP_BF16 = 8, 4  # rows of a group where requests have any number of rows
-CTAS = 396  # three for each multiprocessor of an H200
 STAGES = 3
+SMS = 132  # multiprocessors of an H200; each takes three CTAs of up to 168 registers a thread
+_MANY_ROWS = 7  # from here on a thread needs more, and two CTAs fit
 _MOST_GROUPS = 1024  # of one launch
 
 
@@ -203,7 +204,7 @@ def index_logits(
     max_context: int,
     rows_per_sequence: int | None,
     fill: bool,
-    ctas: int = CTAS,
+    ctas: int | None = None,
 ) -> torch.Tensor:
     """As the operator. Without `fill`, places that a row does not see are written only inside the
     pages of its group."""
@@ -232,10 +233,11 @@ def index_logits(
         count = some.stop - begin
         groups = triton.cdiv(count, group)
         small = uniform and groups <= 16
-        score[(ctas,)](
+        three = uniform and group < _MANY_ROWS
+        score[(ctas or SMS * (3 if three else 2),)](
             query[some], head_weights[some], keys, index_cache, page_table, row_seq[some],
             last[some], out[some], count, groups, page_table.shape[1], out.shape[1], first,
             ROWS=group, UNIFORM=uniform, GROUPS=16 if small else _MOST_GROUPS, FP8=fp8,
-            STAGES=STAGES if fp8 else 2, num_warps=4,
+            STAGES=STAGES if fp8 else 2, num_warps=4, maxnreg=168 if three else 255,
         )  # fmt: skip
     return out[:, :max_context]

@@ -25,10 +25,9 @@ def turn_index_query(
     row = tl.program_id(0)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, 64)
-    at = (row * ALL_HEADS + h)[:, None] * 128 + 2 * i[None, :]
-    # Rounded after RoPE like the reference, where fp8 has the one rounding of its own.
-    even = tl.load(query + at).to(tl.float32)
-    odd = tl.load(query + at + 1).to(tl.float32)
+    at = (row * ALL_HEADS + h)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    q = tl.load(query + at).to(tl.float32)
+    even, odd = tl.split(tl.reshape(q, [HEADS, 64, 2]))
     angle = rope + (row * 32 + i) * 2
     cos = tl.load(angle, mask=i < 32, other=1.0)[None, :]
     sin = tl.load(angle + 1, mask=i < 32, other=0.0)[None, :]
@@ -39,11 +38,10 @@ def turn_index_query(
         top = tl.maximum(tl.max(tl.maximum(tl.abs(turned), tl.abs(odd)), 1), _LEAST)
         step = power_of_two_above(divide(top, 448.0 + top * 0.0))
         w = w * step
-        tl.store(out + at, to_e4m3(turned / step[:, None]))
-        tl.store(out + at + 1, to_e4m3(odd / step[:, None]))
+        q = tl.reshape(tl.join(turned, odd), [HEADS, 128])
+        tl.store(out + at, to_e4m3(q / step[:, None]))  # exact: a power of two
     else:
-        tl.store(out + at, to_bf16(turned))
-        tl.store(out + at + 1, to_bf16(odd))
+        tl.store(out + at, to_bf16(tl.reshape(tl.join(turned, odd), [HEADS, 128])))
     tl.store(out_weights + row * ALL_HEADS + h, w)
 
 

@@ -240,7 +240,7 @@ def attend_bf16(
     q3 = tl.load(line + 384 + d[None, :])
     q_rope = tl.load(line + 512 + r[None, :])
     m = tl.full([P_COLUMNS], _NEVER, tl.float32)
-    total = tl.zeros([P_COLUMNS], tl.float32)
+    lanes = tl.zeros([TILE, P_COLUMNS], tl.float32)  # sums of weights, added up at the end
     a0 = tl.zeros([128, P_COLUMNS], tl.float32)
     a1 = tl.zeros([128, P_COLUMNS], tl.float32)
     a2 = tl.zeros([128, P_COLUMNS], tl.float32)
@@ -265,7 +265,7 @@ def attend_bf16(
         m_new = tl.maximum(m, tl.max(p, 0))
         fade = tl.exp2(m - m_new)
         p = tl.where(seen[:, None], tl.exp2(p - m_new[None, :]), 0.0)
-        total = total * fade + tl.sum(p, 0)
+        lanes = lanes * fade[None, :] + p
         m = m_new
         weights = to_bf16(p)
         a0 = dot(k0.T, weights, a0 * fade[None, :])
@@ -273,6 +273,7 @@ def attend_bf16(
         a2 = dot(k2.T, weights, a2 * fade[None, :])
         a3 = dot(k3.T, weights, a3 * fade[None, :])
     let_next_start(PDL)
+    total = tl.sum(lanes, 0)
     inverse = tl.where(total > 0, 1.0 / tl.maximum(total, 1e-30), 0.0)
     if PARTIAL:
         target = out + ((row * leaves + leaf) * all_heads + first_head) * 512

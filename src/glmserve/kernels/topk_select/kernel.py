@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The k largest scores of a row in the Triton language, exact, ties to the lower position.
 
-Scores become unsigned keys in the same order. A row that fits one CTA is held in registers and its
-threshold found four bits at a time by counting. Longer rows go through four launches: a sample
-gives a threshold that surely leaves more than k and few; chunks count what reaches it; chunks write
-that down in order; one CTA a row selects among it. Where the sample misled (long ties, say) that
-CTA selects from the whole row instead: slow and still exact. Which sample is read depends on the
-row's length alone, and the result on the row alone.
+Scores become integer keys in the same order. A row that fits one CTA is held in registers; its
+threshold is searched by counting at three pivots a pass, placed by interpolation between counts
+already known. Longer rows go through four launches: a sample gives a threshold that surely leaves
+more than k and few; chunks count what reaches it; chunks write that down in order; one CTA a row
+selects among it. Where the sample misled (long ties, say) that CTA selects from the whole row
+instead: slow and still exact. Which sample is read depends on the row's length alone, and the
+result on the row alone.
 """
 
 from __future__ import annotations
@@ -18,109 +19,141 @@ import triton.language as tl
 from ..triton_common import INTERPRET
 
 SHORT = 8192  # positions that one CTA holds
-SAMPLE = 16384
-CHUNK = 8192
+CHUNK = 4096
+_HIDDEN = tl.constexpr(-2147483648)  # the key of a place that is not there
 
 
 @triton.jit
-def _keys(x):
-    """Unsigned keys in the order of fp32 scores; 0 for -inf (hidden), -0 counts as 0."""
+def _to_key(x):
+    """Signed keys in the order of fp32 values; -0 counts as 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
-    return tl.where(x == float("-inf"), 0, key)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _to_value(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_keys(row, position, first, stop):
     inside = (position >= first) & (position < stop)
-    return _keys(tl.load(row + position, mask=inside, other=float("-inf")))
+    x = tl.load(row + position, mask=inside, other=float("-inf"))
+    return tl.where(x == float("-inf"), _HIDDEN, _to_key(x))
 
 
 @triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+def _extremes(a0, a1, a2, b0, b1, b2):
+    return tl.minimum(a0, b0), tl.maximum(a1, b1), a2 + b2
 
 
 @triton.jit
-def _count16(keys, prefix, shift, N: tl.constexpr):
-    """How many keys with the given bits above have each of the 16 next digits.
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
 
-    Digit 4 f + w is counted in the 16-bit field f of word w; N <= 65535 / 4 * 4.
-    """
-    # Digits are counted as nibbles of a word, four keys at a time (one thread's), then widened.
-    # `>> shift >> 4`, because shift + 4 may be the key's whole width.
-    mine = ((keys >> shift) >> 4) == prefix
-    digit = ((keys >> shift) & 15).to(tl.int64)
-    one = tl.where(mine & (keys != 0), tl.full([N], 1, tl.int64) << (digit * 4), 0)
-    four = tl.sum(tl.reshape(one, [N // 4, 4]), 1)
-    field = 0x000F000F000F000F
-    w0 = four & field
-    w1 = (four >> 4) & field
-    w2 = (four >> 8) & field
-    w3 = (four >> 12) & field
+
+@triton.jit
+def _range(keys):
+    """(least, largest, how many) of the keys that are there."""
+    there = keys != _HIDDEN
+    low = tl.where(there, keys, 0x7FFFFFFF)
     if INTERPRET:  # which walks through a reduction of our own in Python
-        return tl.sum(w0, 0), tl.sum(w1, 0), tl.sum(w2, 0), tl.sum(w3, 0)
+        return tl.min(low, 0), tl.max(keys, 0), tl.sum(there.to(tl.int32), 0)
     else:
-        return tl.reduce((w0, w1, w2, w3), 0, _add4)
+        return tl.reduce((low, keys, there.to(tl.int32)), 0, _extremes)
 
 
 @triton.jit
-def _visit(word, field, number, need, above, digit, larger, here):
-    """One digit on the way down from 15: notes it if the need-th largest key lies in it."""
-    count = ((word >> (field * 16)) & 0xFFFF).to(tl.int32)
-    hit = (above < need) & (above + count >= need)
-    digit = tl.where(hit, number, digit)
-    larger = tl.where(hit, above, larger)
-    here = tl.where(hit, count, here)
-    return above + count, digit, larger, here
+def _reach(keys, p1, p2, p3):
+    """Lane by lane, whether a key reaches p1, p2 (packed in one word) and p3."""
+    return (keys >= p1).to(tl.int32) + ((keys >= p2).to(tl.int32) << 16), (keys >= p3).to(tl.int32)
 
 
 @triton.jit
-def _next_digit(c0, c1, c2, c3, need):
-    """The digit in which the need-th largest key lies, how many have a larger one, how many it."""
-    above = need * 0
-    digit = need * 0
-    larger = need * 0
-    here = need * 0
-    for up in tl.static_range(4):
-        f = 3 - up
-        above, digit, larger, here = _visit(c3, f, 4 * f + 3, need, above, digit, larger, here)
-        above, digit, larger, here = _visit(c2, f, 4 * f + 2, need, above, digit, larger, here)
-        above, digit, larger, here = _visit(c1, f, 4 * f + 1, need, above, digit, larger, here)
-        above, digit, larger, here = _visit(c0, f, 4 * f, need, above, digit, larger, here)
-    return digit, larger, here
+def _total(a, b):
+    """The three counts of packed lanes; each is at most 65535."""
+    if INTERPRET:
+        a = tl.sum(a, 0)
+        b = tl.sum(b, 0)
+    else:
+        a, b = tl.reduce((a, b), 0, _add2)
+    return a & 0xFFFF, (a >> 16) & 0xFFFF, b
 
 
 @triton.jit
-def _threshold(keys, need, stop_shift, N: tl.constexpr):
-    """(least, ties): take keys >= least where ties < 0, else keys > least and `ties` equal ones.
+def _interpolate(v0, v1, c0, c1, rank):
+    """The key where a straight line from count c0 at value v0 to c1 at v1 has `rank`."""
+    part = (c0 - rank) / (c0 - c1)
+    part = tl.minimum(tl.maximum(part, 0.0), 1.0)
+    return _to_key(v0 * (1.0 - part) + v1 * part)
 
-    needs more than `need` nonzero keys. Stops early once a digit boundary splits them right, or at
-    `stop_shift`, where everything in the last digit is taken.
+
+@triton.jit
+def _inside(pivot, low, high):
+    """A pivot strictly between two keys (64 bits: their distance can exceed 31)."""
+    return tl.minimum(tl.maximum(pivot.to(tl.int64), low + 1), high - 1).to(tl.int32)
+
+
+@triton.jit
+def _narrow(low, high, c0, c1, pivot, count, need):
+    """The bracket after learning that `count` keys reach `pivot`."""
+    p = pivot.to(tl.int64)
+    up = (count >= need) & (p > low)
+    down = (count < need) & (p < high)
+    return (
+        tl.where(up, p, low),
+        tl.where(down, p, high),
+        tl.where(up, count, c0),
+        tl.where(down, count, c1),
+    )
+
+
+@triton.jit
+def _threshold(keys, least, largest, there, need, slack):
+    """(key, ties): take keys >= key where ties < 0, else keys > key and `ties` equal ones.
+
+    `there` keys lie between least and largest, more than `need`. Up to `slack` too many will do.
     """
-    prefix = need.to(tl.uint32) * 0
-    shift = need * 0 + 28
+    low = least.to(tl.int64)  # count(low) = c0 >= need > c1 = count(high)
+    high = largest.to(tl.int64) + 1
+    c0 = there
+    c1 = need * 0
+    step = need * 0
     ties = need * 0
-    while shift >= stop_shift:
-        c0, c1, c2, c3 = _count16(keys, prefix, shift.to(tl.uint32), N)
-        digit, larger, here = _next_digit(c0, c1, c2, c3, need)
-        prefix = (prefix << 4) | digit.to(tl.uint32)
-        need -= larger
-        ties = need
-        if (here == need) | (shift == stop_shift):
-            ties = tl.where((here == need) | (stop_shift > 0), -1, need)
-            prefix = prefix << shift.to(tl.uint32)
-            shift = need * 0 - 1
+    while (high - low > 1) & (c0 > need + slack):
+        step += 1
+        if step % 3 == 0:  # whatever the distribution, two bits of the bracket go
+            part = (high - low) // 4
+            p1 = (low + part).to(tl.int32)
+            p2 = (low + 2 * part).to(tl.int32)
+            p3 = (low + 3 * part).to(tl.int32)
         else:
-            shift -= 4
-    return prefix, ties
+            v0 = _to_value(low.to(tl.int32))
+            v1 = _to_value((high - 1).to(tl.int32))
+            f0 = c0.to(tl.float32)
+            f1 = c1.to(tl.float32)
+            goal = need.to(tl.float32) + slack * 0.5
+            margin = tl.maximum((f0 - f1) * 0.0625, 0.6)
+            p1 = _interpolate(v0, v1, f0, f1, goal + margin)
+            p2 = _interpolate(v0, v1, f0, f1, goal)
+            p3 = _interpolate(v0, v1, f0, f1, goal - margin)
+        p1 = _inside(p1, low, high)
+        p2 = _inside(p2, low, high)
+        p3 = _inside(p3, low, high)
+        a, b = _reach(keys, p1, p2, p3)
+        n1, n2, n3 = _total(a, b)
+        low, high, c0, c1 = _narrow(low, high, c0, c1, p1, n1, need)
+        low, high, c0, c1 = _narrow(low, high, c0, c1, p2, n2, need)
+        low, high, c0, c1 = _narrow(low, high, c0, c1, p3, n3, need)
+    ties = tl.where(c0 <= need + slack, -1, need - c1)
+    return low.to(tl.int32), ties
 
 
 @triton.jit
-def _compact(out, keys, positions, least, ties, already, tied_already, K: tl.constexpr):
+def _compact(out, keys, positions, least, ties, already, tied_already, K):
     """Writes the selected positions in order behind `already`; returns the new two counts."""
-    over = tl.where(ties < 0, keys >= least, keys > least) & (keys != 0)
-    equal = (keys == least) & (ties >= 0) & (keys != 0)
+    over = tl.where(ties < 0, keys >= least, keys > least) & (keys != _HIDDEN)
+    equal = (keys == least) & (ties >= 0) & (keys != _HIDDEN)
     ranks = tl.cumsum(over.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
     overs = ranks & 0xFFFF
     equals = (ranks >> 16) + tied_already
@@ -134,62 +167,64 @@ def _compact(out, keys, positions, least, ties, already, tied_already, K: tl.con
 
 
 @triton.jit
-def _pad(out, count, K: tl.constexpr, WIDTH: tl.constexpr):
+def _pad(out, count, K, WIDTH: tl.constexpr):
     i = tl.arange(0, WIDTH)
     tl.store(out + i, i * 0 - 1, mask=(i >= count) & (i < K))
 
 
 @triton.jit
-def _from_registers(out, keys, positions, K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
-    there = tl.sum((keys != 0).to(tl.int32), 0)
-    least = (there * 0).to(tl.uint32)
+def _from_registers(out, keys, positions, K, WIDTH: tl.constexpr):
+    low, high, there = _range(keys)
     ties = there * 0 - 1
     if there > K:
-        least, ties = _threshold(keys, there * 0 + K, 0, N)
-    count, _ = _compact(out, keys, positions, least, ties, there * 0, there * 0, K)
+        low, ties = _threshold(keys, low, high, there, there * 0 + K, 0)
+    count, _ = _compact(out, keys, positions, low, ties, there * 0, there * 0, K)
     _pad(out, count, K, WIDTH)
 
 
 @triton.jit
-def _from_memory(out, row, first, stop, K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
-    """As _from_registers for a row of any length, read again for each digit."""
+def _from_memory(out, row, first, stop, K, WIDTH: tl.constexpr, N: tl.constexpr):
+    """As _from_registers for a row of any length, read again for each pass of a plain bisection."""
     lane = tl.arange(0, N)
-    need = stop * 0 + K
-    prefix = need.to(tl.uint32) * 0
-    shift = need * 0 + 28
-    ties = need * 0
-    while shift >= 0:
-        counts = tl.zeros([16], tl.int32)
-        digits = tl.arange(0, 16)
+    counts = tl.zeros([N], tl.int32)
+    for begin in range(0, stop, N):
+        counts += (_load_keys(row, begin + lane, first, stop) != _HIDDEN).to(tl.int32)
+    c0 = tl.sum(counts, 0)
+    c1 = c0 * 0
+    need = c1 + K
+    low = c0.to(tl.int64) * 0 - 2147483647
+    high = c0.to(tl.int64) * 0 + 2147483647
+    while (high - low > 1) & (c0 > need):
+        part = (high - low) // 4
+        p1 = _inside(low + part, low, high)
+        p2 = _inside(low + 2 * part, low, high)
+        p3 = _inside(low + 3 * part, low, high)
+        n1 = tl.zeros([N], tl.int32)
+        n2 = tl.zeros([N], tl.int32)
+        n3 = tl.zeros([N], tl.int32)
         for begin in range(0, stop, N):
             keys = _load_keys(row, begin + lane, first, stop)
-            c0, c1, c2, c3 = _count16(keys, prefix, shift.to(tl.uint32), N)
-            part = tl.where(digits % 4 == 0, c0, tl.where(digits % 4 == 1, c1, tl.where(
-                digits % 4 == 2, c2, c3)))  # fmt: skip
-            counts += ((part >> ((digits // 4) * 16).to(tl.int64)) & 0xFFFF).to(tl.int32)
-        larger = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-        hit = (larger < need) & (larger + counts >= need)
-        if tl.sum(hit.to(tl.int32), 0) == 0:  # no more than K there: take all
-            prefix = need.to(tl.uint32) * 0
-            ties = need * 0 - 1
-            shift = need * 0 - 1
-        else:
-            prefix = (prefix << 4) | tl.sum(tl.where(hit, digits, 0), 0).to(tl.uint32)
-            need -= tl.sum(tl.where(hit, larger, 0), 0)
-            ties = need
-            shift -= 4
+            n1 += (keys >= p1).to(tl.int32)
+            n2 += (keys >= p2).to(tl.int32)
+            n3 += (keys >= p3).to(tl.int32)
+        low, high, c0, c1 = _narrow(low, high, c0, c1, p1, tl.sum(n1, 0), need)
+        low, high, c0, c1 = _narrow(low, high, c0, c1, p2, tl.sum(n2, 0), need)
+        low, high, c0, c1 = _narrow(low, high, c0, c1, p3, tl.sum(n3, 0), need)
+    ties = tl.where(c0 <= need, -1, need - c1)
     already = need * 0
     tied = need * 0
     for begin in range(0, stop, N):
         keys = _load_keys(row, begin + lane, first, stop)
-        already, tied = _compact(out, keys, begin + lane, prefix, ties, already, tied, K)
+        already, tied = _compact(
+            out, keys, begin + lane, low.to(tl.int32), ties, already, tied, K
+        )
     _pad(out, already, K, WIDTH)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "K"])
 def select_short(
     logits, last, out, width, first,
-    LAST: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    K, LAST: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     stop = width
@@ -197,18 +232,21 @@ def select_short(
         stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     i = tl.arange(0, N)
     keys = _load_keys(logits + row.to(tl.int64) * width, i, first, stop)
-    _from_registers(out + row * K, keys, i, K, WIDTH, N)
+    _from_registers(out + row * K, keys, i, K, WIDTH)
 
 
 @triton.jit(do_not_specialize=["first"])
-def sample(logits, last, least, width, first, LAST: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr):
+def sample(
+    logits, last, least, width, first,
+    LAST: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
     """A key that well over K and at most SHORT of the row's keys reach, judged by N of them."""
     row = tl.program_id(0)
     stop = width
     if LAST:
         stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     span = stop - first
-    found = (row * 0).to(tl.uint32)
+    found = row * 0 + _HIDDEN
     if span > SHORT:
         i = tl.arange(0, N)
         stride = tl.maximum(span // N, 1)
@@ -218,8 +256,9 @@ def sample(logits, last, least, width, first, LAST: tl.constexpr, N: tl.constexp
         keys = _load_keys(logits + row.to(tl.int64) * width, position, first, stop)
         goal = tl.where(span > 262144, 4608, 4096)
         rank = (goal.to(tl.int64) * N // span).to(tl.int32)
-        if tl.sum((keys != 0).to(tl.int32), 0) > rank:
-            found, _ = _threshold(keys, rank, 16, N)
+        low, high, there = _range(keys)
+        if there > rank:
+            found, _ = _threshold(keys, low, high, there, rank, rank // 16)
     tl.store(least + row, found)
 
 
@@ -237,7 +276,7 @@ def count_chunks(
     if chunk * CHUNK < stop:
         position = chunk * CHUNK + tl.arange(0, CHUNK)
         keys = _load_keys(logits + row.to(tl.int64) * width, position, first, stop)
-        count = tl.sum(((keys >= tl.load(least + row)) & (keys != 0)).to(tl.int32), 0)
+        count = tl.sum(((keys >= tl.load(least + row)) & (keys != _HIDDEN)).to(tl.int32), 0)
     tl.store(counts + row * chunks + chunk, count)
 
 
@@ -258,16 +297,16 @@ def collect(
                 stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
             position = chunk * CHUNK + tl.arange(0, CHUNK)
             keys = _load_keys(logits + row.to(tl.int64) * width, position, first, stop)
-            taken = (keys >= tl.load(least + row)) & (keys != 0)
+            taken = (keys >= tl.load(least + row)) & (keys != _HIDDEN)
             place = before + tl.cumsum(taken.to(tl.int32), 0) - 1
             tl.store(values + row * SHORT + place, keys, mask=taken)
             tl.store(positions + row * SHORT + place, position, mask=taken)
 
 
-@triton.jit(do_not_specialize=["first", "chunks"])
+@triton.jit(do_not_specialize=["first", "chunks", "K"])
 def finish(
     logits, last, counts, values, positions, out, width, first, chunks,
-    LAST: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    K, LAST: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     N: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -278,9 +317,9 @@ def finish(
     total = tl.sum(tl.load(counts + row * chunks + c, mask=c < chunks, other=0), 0)
     if (total <= N) & ((total >= K) | (stop - first <= N)):
         i = tl.arange(0, N)
-        keys = tl.load(values + row * N + i, mask=i < total, other=0)
+        keys = tl.load(values + row * N + i, mask=i < total, other=_HIDDEN)
         position = tl.load(positions + row * N + i, mask=i < total, other=0)
-        _from_registers(out + row * K, keys, position, K, WIDTH, N)
+        _from_registers(out + row * K, keys, position, K, WIDTH)
     else:
         _from_memory(out + row * K, logits + row.to(tl.int64) * width, first, stop, K, WIDTH, WALK)
 
@@ -304,27 +343,28 @@ def topk_select(
     if width <= SHORT:
         n = 2048 if width <= 2048 else SHORT
         select_short[(rows,)](
-            logits, limits, out, width, first, **shared, **shape, N=n, num_warps=n // 1024
+            logits, limits, out, width, first, **shared, **shape, N=n, num_warps=4 if n == 2048 else 8
         )
         return out
     chunks = triton.cdiv(width, CHUNK)
-    many = triton.next_power_of_2(chunks)
-    least = torch.empty(rows, dtype=torch.uint32, device=device)
+    many = 32 if chunks <= 32 else max(256, triton.next_power_of_2(chunks))
+    least = torch.empty(rows, dtype=torch.int32, device=device)
     counts = torch.empty(rows, chunks, dtype=torch.int32, device=device)
-    values = torch.empty(rows, SHORT, dtype=torch.uint32, device=device)
+    values = torch.empty(rows, SHORT, dtype=torch.int32, device=device)
     positions = torch.empty(rows, SHORT, dtype=torch.int32, device=device)
     sample[(rows,)](
-        logits, limits, least, width, first, **shared, N=SAMPLE, SHORT=SHORT, num_warps=16
-    )
+        logits, limits, least, width, first, **shared, N=16384 if width > 1 << 18 else 8192,
+        SHORT=SHORT, num_warps=16,
+    )  # fmt: skip
     count_chunks[(chunks, rows)](
-        logits, limits, least, counts, width, first, chunks, **shared, CHUNK=CHUNK, num_warps=8
+        logits, limits, least, counts, width, first, chunks, **shared, CHUNK=CHUNK, num_warps=4
     )
     collect[(chunks, rows)](
         logits, limits, least, counts, values, positions, width, first, chunks, **shared,
-        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=8,
+        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=4,
     )  # fmt: skip
     finish[(rows,)](
         logits, limits, counts, values, positions, out, width, first, chunks, **shared,
-        CHUNKS=many, **shape, N=SHORT, WALK=CHUNK, num_warps=8,
+        CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=8,
     )  # fmt: skip
     return out
