@@ -10,9 +10,8 @@ operand is shuffled in registers. A sum's order is fixed by K alone.
 import triton
 import triton.language as tl
 
-from ..linear.kernel import band_order
 from ..triton_common import dot, to_bf16
-from .kernel import _tile_rows
+from .kernel import tile_rows
 
 WORD = tl.constexpr(8)  # columns in a word
 
@@ -41,10 +40,9 @@ def grouped_int4(
     scales,
     zeros,
     out,
-    offsets,
     tile_expert,
     tile_begin,
-    tile_count,
+    tile_end,
     pairs,
     width,
     words,
@@ -54,7 +52,6 @@ def grouped_int4(
     BC: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
     WAYS: tl.constexpr,
-    BAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """x [pairs, 8, words] from `gather_rows`; packed [E, width, words]; scales [E, width, words /
@@ -62,12 +59,13 @@ def grouped_int4(
     WAYS > 1 (part w sums the blocks of its share of K), else bf16. BC words a step.
     """
     columns = tl.cdiv(width, BN)
-    count = tl.load(tile_count)
+    max_tiles = tl.num_programs(0) // (columns * WAYS)
     program = tl.program_id(0) // WAYS
     way = tl.program_id(0) % WAYS
-    if program < count * columns:
-        tile, column = band_order(program, count, columns, BAND)
-        expert, position, real = _tile_rows(offsets, offsets, tile_expert, tile_begin, tile, BM)
+    tile = program % max_tiles
+    column = program // max_tiles
+    if tl.load(tile_expert + tile) >= 0:
+        expert, position, real = tile_rows(tile_expert, tile_begin, tile_end, tile, BM)
         safe = tl.where(real, position, 0).to(tl.int64)
         n = column * BN + tl.arange(0, BN)
         c = tl.arange(0, BC)

@@ -12,11 +12,10 @@ from ..triton_common import dot, to_bf16
 
 
 @triton.jit
-def _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM: tl.constexpr):
-    """(expert, positions [BM] in `order`, which of them exist) of one tile."""
-    expert = tl.load(tile_expert + tile)
+def tile_rows(tile_expert, tile_begin, tile_end, tile, BM: tl.constexpr):
+    """(expert, positions [BM] in the order of the pairs, which of them exist) of one tile."""
     position = tl.load(tile_begin + tile) + tl.arange(0, BM)
-    return expert, position, position < tl.load(offsets + expert + 1)
+    return tl.load(tile_expert + tile), position, position < tl.load(tile_end + tile)
 
 
 @triton.jit(do_not_specialize=["x_rows", "pairs", "chunks"])
@@ -27,10 +26,9 @@ def grouped_few(
     weight_scales,
     out,
     order,
-    offsets,
     tile_expert,
     tile_begin,
-    tile_count,
+    tile_end,
     x_rows,
     pairs,
     width,
@@ -42,14 +40,13 @@ def grouped_few(
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
-    BAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """out[chunk, position] = x[row of the position] times its expert's weight, swap-AB.
 
     TOP_K > 0: x holds the step's rows [x_rows, K] and pair p belongs to row p // TOP_K; 0: x is in
     the order of the pairs already. weight [E, width, K]. SPLIT: out [chunks, pairs, width] fp32,
-    what reads it adds the chunks; else out [pairs, width] bf16. A program beyond the tiles ends.
+    what reads it adds the chunks; else out [pairs, width] bf16.
     """
     blocks = depth // BK
     per = tl.cdiv(blocks, chunks)
@@ -57,11 +54,13 @@ def grouped_few(
     if SPLIT:
         ways = chunks
     columns = tl.cdiv(width, BN)
-    count = tl.load(tile_count)
+    # Tiles come fastest: which of them exist is then known without waiting for their number.
+    max_tiles = tl.num_programs(0) // (columns * ways)
     program = tl.program_id(0) // ways
-    if program < count * columns:
-        tile, column = band_order(program, count, columns, BAND)
-        expert, position, real = _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM)
+    tile = program % max_tiles
+    column = program // max_tiles
+    if tl.load(tile_expert + tile) >= 0:
+        expert, position, real = tile_rows(tile_expert, tile_begin, tile_end, tile, BM)
         row = position
         if TOP_K > 0:
             row = tl.load(order + position, mask=real, other=0) // TOP_K
@@ -99,9 +98,9 @@ def grouped_many(
     weight_scales,
     out,
     order,
-    offsets,
     tile_expert,
     tile_begin,
+    tile_end,
     tile_count,
     x_rows,
     width,
@@ -125,7 +124,7 @@ def grouped_many(
     count = tl.load(tile_count)
     if tl.program_id(0) < count * columns:
         tile, column = band_order(tl.program_id(0), count, columns, BAND)
-        expert, position, real = _tile_rows(order, offsets, tile_expert, tile_begin, tile, BM)
+        expert, position, real = tile_rows(tile_expert, tile_begin, tile_end, tile, BM)
         row = position
         if TOP_K > 0:
             row = tl.load(order + position, mask=real, other=0) // TOP_K

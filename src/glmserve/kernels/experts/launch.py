@@ -33,6 +33,7 @@ class SortedPairs(NamedTuple):
     offsets: torch.Tensor
     tile_expert: torch.Tensor
     tile_begin: torch.Tensor
+    tile_end: torch.Tensor
     tile_count: torch.Tensor
     block_m: int
     max_tiles: int
@@ -71,17 +72,18 @@ def sort_pairs(ids: torch.Tensor, first: int, local: int) -> SortedPairs:
     pairs, device = ids.numel(), ids.device
     block_m = block_rows(ids.shape[0])
     max_tiles = min(pairs, local) + pairs // block_m
-    ints = torch.empty(2 * pairs + 2 * max_tiles + local + 2, dtype=torch.int32, device=device)
-    order, place, tile_expert, tile_begin, offsets, count = ints.split(
-        [pairs, pairs, max_tiles, max_tiles, local + 1, 1]
-    )
+    sizes = [pairs, pairs, local + 1, max_tiles, max_tiles, max_tiles, 1]
+    aligned = [-(-size // 4) * 4 for size in sizes]  # 16 bytes: one specialisation of the kernels
+    ints = torch.empty(sum(aligned), dtype=torch.int32, device=device)
+    parts = [part[:size] for part, size in zip(ints.split(aligned), sizes, strict=True)]
+    order, place, offsets, tile_expert, tile_begin, tile_end, count = parts
     bins = triton.next_power_of_2(local + 1)
     block = 256 if pairs <= 256 else 4096
     sorting.sort_pairs[(local + 1,)](
-        ids, order, place, offsets, tile_expert, tile_begin, count, pairs, first,
-        local, block_m, bins, block, num_warps=4 if block == 256 else 8,
+        ids, order, place, offsets, tile_expert, tile_begin, tile_end, count, pairs, first,
+        local, block_m, max_tiles, bins, block, num_warps=4 if block == 256 else 8,
     )  # fmt: skip
-    return SortedPairs(order, place, offsets, tile_expert, tile_begin, count, block_m, max_tiles)
+    return SortedPairs(*parts, block_m, max_tiles)
 
 
 def grouped_linear(
@@ -105,7 +107,7 @@ def grouped_linear(
     dtype = torch.float32 if split else torch.bfloat16
     out = torch.empty(parts, total, width, dtype=dtype, device=values.device)
     common = (
-        out, pairs.order, pairs.offsets, pairs.tile_expert, pairs.tile_begin, pairs.tile_count,
+        out, pairs.order, pairs.tile_expert, pairs.tile_begin, pairs.tile_end,
     )  # fmt: skip
     if pairs.block_m < 128:
         columns = -(-width // 64)
@@ -114,7 +116,7 @@ def grouped_linear(
             stages = 4 if pairs.block_m == 16 else 3
         kernel.grouped_few[(pairs.max_tiles * columns * parts,)](
             values, x_scales, w_values, w_scales, *common, values.shape[0], total, width,
-            depth, chunks, top_k, 64, pairs.block_m, block_k, split, scaled, 4, stages,
+            depth, chunks, top_k, 64, pairs.block_m, block_k, split, scaled, stages,
             num_warps=4,
         )  # fmt: skip
     else:
@@ -122,7 +124,7 @@ def grouped_linear(
         w_desc = TensorDescriptor.from_tensor(flat, [128, block_k])
         columns = -(-width // 128)
         kernel.grouped_many[(pairs.max_tiles * columns,)](
-            values, x_scales, w_desc, w_scales, *common, values.shape[0], width,
+            values, x_scales, w_desc, w_scales, *common, pairs.tile_count, values.shape[0], width,
             depth, depth // block_k // chunks, top_k, 128, 128, block_k, chunks > 1, scaled, 8,
             4 if scaled else 3,
             num_warps=8,
@@ -147,10 +149,10 @@ def grouped_int4(
     columns = -(-width // 64)
     int4.grouped_int4[(pairs.max_tiles * columns * parts,)](
         gathered, weight.packed, weight.scales,
-        weight.packed if weight.zeros is None else weight.zeros, out, pairs.offsets,
-        pairs.tile_expert, pairs.tile_begin, pairs.tile_count, total, width, words,
+        weight.packed if weight.zeros is None else weight.zeros, out,
+        pairs.tile_expert, pairs.tile_begin, pairs.tile_end, total, width, words,
         words // weight.scales.shape[2], 64, pairs.block_m, block, weight.zeros is not None,
-        parts, 4, 3 if pairs.block_m <= 64 else 2, num_warps=4,
+        parts, 3 if pairs.block_m <= 64 else 2, num_warps=4,
     )  # fmt: skip
     return out
 

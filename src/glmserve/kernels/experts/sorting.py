@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["pairs", "first", "block_m"])
+@triton.jit(do_not_specialize=["pairs", "first", "block_m", "max_tiles"])
 def sort_pairs(
     ids,
     order,
@@ -18,19 +18,22 @@ def sort_pairs(
     offsets,
     tile_expert,
     tile_begin,
+    tile_end,
     tile_count,
     pairs,
     first,
     local,
     block_m,
+    max_tiles,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program e < local places the pairs of expert first + e, program `local` all others.
 
     ids [pairs] int64; order [pairs] int32, pairs by expert; place [pairs] int32, the inverse, -1
-    for other ranks' experts; offsets [local + 1] int32 into `order`; tile_expert, tile_begin:
-    block_m rows of `order` each, an expert's last one shorter; tile_count [1]. BINS > local.
+    for other ranks' experts; offsets [local + 1] int32 into `order`; tile_expert, tile_begin,
+    tile_end [max_tiles] int32: at most block_m places of `order` each, expert -1 beyond the last
+    tile; tile_count [1]. BINS > local.
     """
     mine = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -47,11 +50,19 @@ def sort_pairs(
     tl.store(offsets + mine, base)
     if mine == local:
         tl.store(tile_count, tile)
+        for start in range(0, max_tiles, BINS):
+            tl.store(
+                tile_expert + start + bins,
+                -1,
+                mask=(start + bins >= tile) & (start + bins < max_tiles),
+            )
     else:
         height = tl.sum(tl.where(bins == mine, heights, 0), 0)
+        end = base + tl.sum(tl.where(bins == mine, counts, 0), 0)
         for step in range(height):
             tl.store(tile_expert + tile + step, mine)
             tl.store(tile_begin + tile + step, base + step * block_m)
+            tl.store(tile_end + tile + step, tl.minimum(base + step * block_m + block_m, end))
     for start in range(0, pairs, BLOCK):
         pair = start + lane
         inside = pair < pairs

@@ -12,8 +12,8 @@ GROUP = tl.constexpr(128)
 @triton.jit
 def quantise_groups(tile):
     """[G, 128] fp32 -> (e4m3 [G, 128], scales [G] fp32)."""
-    scales = tl.maximum(divide(tl.max(tl.abs(tile), 1), 448.0), 1e-30)
-    return to_e4m3(divide(tile, tl.broadcast_to(scales[:, None], tile.shape))), scales
+    scales = tl.maximum(tl.max(tl.abs(tile), 1) * (1.0 / 448.0), 1e-30)
+    return to_e4m3(tile * divide(1.0, scales)[:, None]), scales
 
 
 @triton.jit

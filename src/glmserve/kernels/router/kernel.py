@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ..linear.kernel import chunk_product
+from ..triton_common import dot, to_bf16
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,7 +25,8 @@ def score_parts(
     """parts [CHUNKS, rows, experts] fp32: chunk c of x [rows, K] gate [experts, K]^T.
 
     bf16 rows times a bf16 gate have exact products, so the matrix unit's fp32 sum is an fp32
-    product. WIDE: the gate is fp32 and so are the multiplications.
+    product. WIDE: the gate is fp32; each of its numbers is the sum of three bf16, so three exact
+    products add up to its own.
     """
     BLOCKS: tl.constexpr = K // BK
     PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
@@ -40,8 +42,15 @@ def score_parts(
     if WIDE:
         acc = tl.zeros([BN, BM], tl.float32)
         for block in tl.range(begin, end):
-            rows_tile = tl.load(x_tile + block * BK).to(tl.float32)
-            acc += tl.dot(tl.load(g_tile + block * BK), rows_tile.T, input_precision="ieee")
+            rows_tile = tl.load(x_tile + block * BK, mask=real[:, None], other=0.0)
+            wide = tl.load(g_tile + block * BK)
+            high = to_bf16(wide)
+            rest = wide - high.to(tl.float32)
+            middle = to_bf16(rest)
+            low = to_bf16(rest - middle.to(tl.float32))
+            acc = dot(high, rows_tile.T, acc)
+            acc = dot(middle, rows_tile.T, acc)
+            acc = dot(low, rows_tile.T, acc)
     else:
         acc = chunk_product(
             x_tile, x, 0, g_tile, gate, begin, end, real, BN, BM, BK, False, 3
@@ -73,12 +82,15 @@ def choose_experts(
         score += tl.load(line + part * (rows.to(tl.int64) * experts), mask=inside, other=0.0)
     p = tl.sigmoid(score)
     rank = tl.where(inside, p + tl.load(bias + expert, mask=inside, other=0.0), float("-inf"))
+    # One integer orders experts by score, then by the lower id: a choice is one maximum.
+    bits = rank.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    key = ordered * BLOCK + (BLOCK - 1 - expert)
     taken = expert < 0
     for _ in tl.static_range(TOP_K):
-        best = tl.max(rank, 0)
-        lowest = tl.min(tl.where((rank == best) & inside & (taken == 0), expert, BLOCK), 0)
-        taken = taken | (expert == lowest)
-        rank = tl.where(taken, float("-inf"), rank)
+        best = tl.max(key, 0)
+        taken = taken | (key == best)
+        key = tl.where(key == best, -(1 << 62), key)
     total = tl.sum(tl.where(taken, p, 0.0), 0) + 1e-20
     ones = taken.to(tl.int32)
     slot = row * TOP_K + tl.cumsum(ones, 0) - ones

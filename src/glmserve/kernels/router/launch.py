@@ -35,11 +35,11 @@ def route(
     rows, depth = x.shape
     experts = gate.shape[0]
     wide = gate.dtype == torch.float32
-    block_k = 32 if wide else 64 if depth % 128 else 128
+    block_k = 64 if wide or depth % 128 else 128
     chunks = chunks_of(depth, block_k)
     if wide or rows <= _SPLIT_ROWS:
         parts = torch.empty(chunks, rows, experts, dtype=torch.float32, device=x.device)
-        block_m = 16 if rows <= 16 or wide else 32 if rows <= 32 else 64
+        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         kernel.score_parts[(-(-experts // 64) * chunks, -(-rows // block_m))](
             x, gate, parts, rows, experts, depth, 64, block_m, block_k, chunks, wide, num_warps=4
         )  # fmt: skip
@@ -50,12 +50,12 @@ def route(
         per = -(-(depth // block_k) // chunks)
         linear_kernel.many_rows[(-(-rows // 128) * -(-experts // 128),)](
             x_desc, x, g_desc, gate, parts, rows, experts, depth, per, 128, 128, block_k,
-            chunks > 1, False, 16, 3, num_warps=8,
+            chunks > 1, False, 16, 3, False, num_warps=8,
         )  # fmt: skip
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
     kernel.choose_experts[(rows,)](
         parts, bias, ids, weights, rows, experts, scale, top_k, parts.shape[0],
-        triton.next_power_of_2(experts), num_warps=2,
+        triton.next_power_of_2(experts), num_warps=1,
     )  # fmt: skip
     return ids, weights

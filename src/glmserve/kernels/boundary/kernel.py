@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce + residual + RMSNorm over peers' memory, one kernel: one-shot and two-shot.
+
+Every rank publishes its partial sums in a buffer that its peers can read, raises a flag at each
+peer, and waits for theirs. Flags hold the number of the launch, which lives in device memory, so
+that a CUDA graph can be replayed; the buffers alternate from launch to launch, so a rank that runs
+ahead writes into the one that nobody reads any more. Sums go in rank order, hence the same bits
+everywhere.
+"""
+
+import triton
+import triton.language as tl
+
+from ..residual_norm.kernel import norm_tile
+from ..triton_common import to_bf16
+
+GROUP = tl.constexpr(128)
+# Phases of a launch. The interpreter runs ranks one after the other, so it takes them singly.
+ALL, PUBLISH, EXCHANGE, FINISH = (tl.constexpr(i) for i in range(4))
+
+
+@triton.jit
+def _peer(table, rank, dtype: tl.constexpr):
+    # Without the promise every access would be two bytes wide.
+    address = tl.multiple_of(tl.load(table + rank), 16)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _raise_flags(signals, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Tells every peer that this program's data of this launch are there."""
+    tl.debug_barrier()  # all threads' stores come before the release below
+    peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(peers + place * WORLD + RANK, launch, sem="release", scope="sys")
+
+
+@triton.jit
+def _await_flags(signals, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Waits until every peer's program of the same number has raised its flag."""
+    mine = _peer(signals, RANK, tl.int32) + place * WORLD + tl.arange(0, WORLD)
+    # Differences survive the counter's wrap; a tensor carried by the loop would not compile.
+    lag = tl.min(tl.atomic_add(mine, 0, sem="acquire", scope="sys") - launch, 0)
+    while lag < 0:
+        lag = tl.min(tl.atomic_add(mine, 0, sem="acquire", scope="sys") - launch, 0)
+    tl.debug_barrier()  # no thread reads peers' data before
+
+
+@triton.jit
+def _leave(state, launch):
+    """The last program of a launch counts it."""
+    if tl.atomic_add(state + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(state + 1, 0)
+        tl.store(state, launch)
+
+
+@triton.jit
+def _sum_of_ranks(buffers, start, at, inside, WORLD: tl.constexpr):
+    """Elements start + at of every rank's buffer, fp32. `.cg`: peers wrote behind our L1's back."""
+    first = _peer(buffers, 0, tl.bfloat16) + start
+    total = tl.load(first + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for rank in tl.static_range(1, WORLD):
+        part = _peer(buffers, rank, tl.bfloat16) + start
+        total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def one_shot(
+    x,
+    buffers,
+    signals,
+    state,
+    residual,
+    weight,
+    normed,
+    total,
+    rows,
+    width,
+    capacity,
+    eps,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PHASE: tl.constexpr,
+):
+    """Every rank reads every rank's rows. x, residual, normed, total [rows, width] bf16.
+
+    buffers, signals [WORLD] int64: addresses of each rank's [2, capacity] bf16 and flags
+    [programs, WORLD] int32, all zero at first; state [2] int32: launches done, programs done.
+    Programs must all be resident at once: a program waits for its peers of the same number.
+    """
+    launch = tl.load(state) + 1
+    column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < width
+    half = (launch & 1).to(tl.int64) * capacity
+    if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
+        own = _peer(buffers, RANK, tl.bfloat16) + half
+        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+            at = row * width + column
+            tl.store(own + at, tl.load(x + at, mask=inside), mask=inside)
+        _raise_flags(signals, tl.program_id(0), launch, RANK, WORLD)
+    if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
+        _await_flags(signals, tl.program_id(0), launch, RANK, WORLD)
+        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+            at = row * width + column
+            tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
+            tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            rounded = to_bf16(tile)
+            tl.store(total + at, rounded, mask=inside)
+            gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            result = norm_tile(rounded.to(tl.float32), gain, width, eps)
+            tl.store(normed + at, to_bf16(result), mask=inside)
+        _leave(state, launch)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def two_shot(
+    x,
+    buffers,
+    signals,
+    state,
+    residual,
+    weight,
+    normed,
+    total,
+    rows,
+    width,
+    capacity,
+    eps,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PHASE: tl.constexpr,
+):
+    """Each rank sums its share of the rows and hands the rounded sums to all: for many rows.
+
+    Row r is rank r % WORLD's; the sums lie behind the partials, buffers being [4, capacity] bf16
+    and flags [2, programs, WORLD]. A program owns whole groups of WORLD rows in every phase, so
+    it waits for the peers' programs of its own number only. The bits are those of `one_shot`.
+    """
+    launch = tl.load(state) + 1
+    programs = tl.num_programs(0)
+    pid = tl.program_id(0)
+    groups = tl.cdiv(rows, WORLD)
+    column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < width
+    half = (launch & 1).to(tl.int64) * capacity
+    sums = half + 2 * capacity.to(tl.int64)
+    own = _peer(buffers, RANK, tl.bfloat16)
+    if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
+        for group in tl.range(pid, groups, programs):
+            for row in tl.range(group * WORLD, tl.minimum(group * WORLD + WORLD, rows)):
+                at = row * width + column
+                tl.store(own + half + at, tl.load(x + at, mask=inside), mask=inside)
+        _raise_flags(signals, pid, launch, RANK, WORLD)
+    if PHASE == ALL or PHASE == EXCHANGE:  # noqa: SIM109
+        _await_flags(signals, pid, launch, RANK, WORLD)
+        for group in tl.range(pid, groups, programs):
+            row = group * WORLD + RANK
+            if row < rows:
+                at = row * width + column
+                tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
+                tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+                rounded = to_bf16(tile)
+                for rank in tl.range(WORLD):
+                    their = _peer(buffers, rank, tl.bfloat16) + sums
+                    tl.store(their + at, rounded, mask=inside)
+        _raise_flags(signals, programs + pid, launch, RANK, WORLD)
+    if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
+        _await_flags(signals, programs + pid, launch, RANK, WORLD)
+        for group in tl.range(pid, groups, programs):
+            for row in tl.range(group * WORLD, tl.minimum(group * WORLD + WORLD, rows)):
+                at = row * width + column
+                value = tl.load(own + sums + at, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(total + at, value, mask=inside)
+                gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+                result = norm_tile(value.to(tl.float32), gain, width, eps)
+                tl.store(normed + at, to_bf16(result), mask=inside)
+        _leave(state, launch)

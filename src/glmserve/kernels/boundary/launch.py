@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of the layer boundary: the shape of the shared memory and which kernel runs.
+
+Who allocates the memory and exchanges addresses is not its business (`parallel`): it takes two
+tables of addresses, one entry a rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from . import kernel
+
+MAX_PROGRAMS = 128  # one a multiprocessor: all are resident at once
+ONE_SHOT_BYTES = 4 << 20  # read from peers: above it two-shot, which reads 2 / N of that, pays
+
+
+class PeerMemory(NamedTuple):
+    """One rank's view of the group's shared memory."""
+
+    rank: int
+    size: int
+    buffers: torch.Tensor  # [size] int64, addresses of [4, capacity] bf16
+    signals: torch.Tensor  # [size] int64, addresses of flags [2 * MAX_PROGRAMS, size] int32
+    state: torch.Tensor  # [2] int32 of this rank alone, zero at first
+    capacity: int  # elements of a part: rows * width that one launch can carry
+
+
+def shared_bytes(capacity: int, size: int) -> tuple[int, int]:
+    """(bytes of a buffer, bytes of the flags) that each rank provides, zeroed."""
+    return 4 * capacity * 2, 2 * MAX_PROGRAMS * size * 4
+
+
+def boundary(
+    memory: PeerMemory,
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    two_shot: bool | None = None,
+    phase: int = 0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, residual + sum of partials), [R, D] bf16, bit-identical on every rank.
+
+    phase: 0 for a whole launch; 1..3 one of its parts (2 exists in two-shot only), for the
+    interpreter, which cannot run ranks at the same time.
+    """
+    rows, width = partial.shape
+    assert rows * width <= memory.capacity, (rows, width, memory.capacity)
+    if two_shot is None:
+        # Between two ranks both forms move the same bytes.
+        two_shot = memory.size > 2 and rows * width * 2 * (memory.size - 1) > ONE_SHOT_BYTES
+    normed, total = out or (torch.empty_like(residual), torch.empty_like(residual))
+    units = -(-rows // memory.size) if two_shot else rows
+    function = kernel.two_shot if two_shot else kernel.one_shot
+    function[(min(units, MAX_PROGRAMS),)](
+        partial, memory.buffers, memory.signals, memory.state, residual, weight, normed, total,
+        rows, width, memory.capacity, eps, memory.rank, memory.size,
+        triton.next_power_of_2(-(-width // 128)), phase, num_warps=16,
+    )  # fmt: skip
+    return normed, total
