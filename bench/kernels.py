@@ -130,7 +130,8 @@ def main() -> int:
             rows.append({**row, "date": date})
             failed += not row["right"]
             print(
-                f"{row['op']:18} {row['shape']:52} {row['us']:9.2f} us  floor {shown(row['floor_us']):>8}"
+                f"{row['op']:18} {row['shape']:52} {row['us']:9.2f} us"
+                f"  floor {shown(row['floor_us']):>8}"
                 f"  peer {shown(row['peer_us']):>8}  target {shown(row['target_us']):>8}"
                 f"  error {row['error']:.1e} {'' if row['right'] else 'WRONG'}",
                 flush=True,

@@ -77,8 +77,13 @@ def writes(rows: int, fp8: bool) -> Problem:
     sets = sets_for(rows * WIDTH * 2)
     projected = [torch.randn(rows, WIDTH, device="cuda").to(bf16) for _ in range(sets)]
     projected[0][0] *= 50
-    q_norm, kv_norm = torch.rand(2048, device="cuda").to(bf16), torch.rand(512, device="cuda").to(bf16)
-    norm = IndexKeyNorm(torch.rand(128, device="cuda").to(bf16), torch.rand(128, device="cuda").to(bf16))
+    q_norm, kv_norm = (
+        torch.rand(2048, device="cuda").to(bf16),
+        torch.rand(512, device="cuda").to(bf16),
+    )
+    norm = IndexKeyNorm(
+        torch.rand(128, device="cuda").to(bf16), torch.rand(128, device="cuda").to(bf16)
+    )
     rope = rope_reference.rope_table(
         torch.randint(0, 1 << 20, (rows,), device="cuda"), 64, 8e6, torch.float32
     )
@@ -106,7 +111,9 @@ def writes(rows: int, fp8: bool) -> Problem:
         index = read_index_pages(keys, pages).flatten(0, 1) if fp8 else keys.float()
         # Quantisation's own error is 2.6%; what exceeds it counts.
         allowed = 0.028 if fp8 else 0.0
-        found = max(relative(stored, wide[slots[0]]), relative(index[slots[0]], wide_keys[slots[0]]))
+        found = max(
+            relative(stored, wide[slots[0]]), relative(index[slots[0]], wide_keys[slots[0]])
+        )
         return max(relative(outs[0], want), found - allowed)
 
     return Problem(launch, sets, error)
@@ -129,7 +136,9 @@ def absorption(rows: int, up: bool) -> Problem:
     def error() -> float:
         w = kv_b[0].float()
         if up:
-            return relative(outs[0], torch.einsum("rhc,hvc->rhv", latent.float(), w[:, 192:]).flatten(1))
+            return relative(
+                outs[0], torch.einsum("rhc,hvc->rhv", latent.float(), w[:, 192:]).flatten(1)
+            )
         return relative(outs[0], query_reference.absorb_query(query.float(), w[:, :192], rope))
 
     return Problem(launch, sets, error)

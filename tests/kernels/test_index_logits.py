@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index score kernels against the reference: verify rows, mixed steps, permuted pages, fp8, bf16."""
+"""Index score kernels against the reference: verify rows, mixed steps, permuted pages."""
 
 from __future__ import annotations
 

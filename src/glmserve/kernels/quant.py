@@ -31,13 +31,11 @@ def scale_of(x: torch.Tensor, power_of_two: bool) -> torch.Tensor:
 
 
 def pack_latent_rows(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """fp32 latents [R, 512] and bf16 roped keys [R, 64] -> uint8 [R, 656]."""
+    """fp32 latents [R, 512] and roped keys [R, 64] -> uint8 [R, 656]."""
     groups = latent.float().view(len(latent), -1, LATENT_GROUP)
     scale = scale_of(groups, power_of_two=False)
     values = to_e4m3(groups / scale[..., None]).view(torch.uint8).flatten(1)
-    return torch.cat(
-        (values, scale.view(torch.uint8), rope.contiguous().view(torch.uint8)), dim=1
-    )
+    return torch.cat((values, scale.view(torch.uint8), rope.bfloat16().contiguous().view(torch.uint8)), dim=1)
 
 
 def unpack_latent_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ E4M3_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b with fp32 accumulation; operands are upcast only where bf16 cannot be multiplied."""
+    """acc + a b with fp32 accumulation; upcast only where bf16 cannot be multiplied."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:

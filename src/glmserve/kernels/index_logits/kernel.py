@@ -4,8 +4,8 @@
 Rows are taken in groups that share each key tile: the rows of one request (1 to 9), or eight rows
 in a row whatever their requests. Groups lie one behind the other as a line of pages, and each of a
 fixed number of CTAs scores an equal stretch of that line; how long it is stands in device memory.
-Keys are on the M side of the products and two rows' heads (64 columns) on the N side. fp8 pages come
-through a tensor descriptor over the cache seen as rows of 128 B, 66 to a page.
+Keys are on the M side of the products and two rows' heads (64 columns) on the N side. fp8 pages
+come through a tensor descriptor over the cache seen as rows of 128 B, 66 to a page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _pair(query, weights, first_row, stop_row, R: tl.constexpr):
 
 
 @triton.jit
-def _score(keys, q, w, scale, out, width, position, first_row, lasts, first, allowed, R: tl.constexpr):
+def _score(
+    keys, q, w, scale, out, width, position, first_row, lasts, first, allowed, R: tl.constexpr
+):
     """Stores the R rows' scores of one page."""
     s = dot(keys, q.T, tl.zeros([64, 32 * R], tl.float32))
     s = tl.maximum(s, 0.0) * w[None, :]
@@ -110,9 +112,7 @@ def _score_pages(
 
 
 @triton.jit
-def _pages(
-    last, rows, groups, ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr
-):
+def _pages(last, rows, groups, ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr):
     """How many pages each group sees."""
     g = tl.arange(0, GROUPS)
     pages = tl.zeros([GROUPS], tl.int32)
@@ -174,9 +174,7 @@ def score(
         at = before + page_to
 
 
-def unserved(
-    query: torch.Tensor, index_cache: torch.Tensor, page_size: int
-) -> dict[str, object]:
+def unserved(query: torch.Tensor, index_cache: torch.Tensor, page_size: int) -> dict[str, object]:
     """Dimensions that the kernels do not serve."""
     wrong: dict[str, object] = {}
     if query.shape[1] != HEADS:

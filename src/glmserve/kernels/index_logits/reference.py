@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ..quant import read_index_pages
+
 _MAX_SCORES = 1 << 24  # per-head scores alive at once (64 MB in fp32)
 
 
@@ -22,7 +24,6 @@ def index_logits(
     max_context: int,
 ) -> torch.Tensor:
     rows, heads, dim = query.shape
-    paged = index_cache.view(-1, page_size, dim)
     logits = head_weights.new_full((rows, max_context), -torch.inf)
     for run in _runs_of_equal_length(row_seq):  # [n, q] row numbers: n sequences of q rows
         ends = last[run]
@@ -35,8 +36,7 @@ def index_logits(
         ):
             pages = page_table[row_seq[part[:, 0]], : -(-context // page_size)]
             # A shorter sequence has no page there; what is read instead is hidden below.
-            pages = pages.clamp_min(0).flatten()
-            keys = paged.index_select(0, pages).view(len(part), -1, dim)[:, :context]
+            keys = _keys(index_cache, pages.clamp_min(0), page_size, dim)[:, :context]
             keys = keys.to(head_weights.dtype).transpose(1, 2)  # [n, Di, context]
             columns = zip(
                 torch.split(part, step_q, dim=1), torch.split(part_ends, step_q, dim=1), strict=True
@@ -47,6 +47,14 @@ def index_logits(
                 logits[queries, :context] = scores
     logits[:, :first] = -torch.inf
     return logits
+
+
+def _keys(cache: torch.Tensor, pages: torch.Tensor, page_size: int, dim: int) -> torch.Tensor:
+    """The keys [n, pages * page_size, Di] of physical pages [n, pages]."""
+    if cache.dtype == torch.uint8:
+        return read_index_pages(cache, pages.long()).flatten(1, 2)
+    paged = cache.view(-1, page_size, dim)
+    return paged.index_select(0, pages.flatten()).view(len(pages), -1, dim)
 
 
 def _scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

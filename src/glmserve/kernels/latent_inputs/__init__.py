@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
 from .reference import IndexKeyNorm
 
@@ -34,21 +35,32 @@ def latent_inputs(
     q_norm        [q_lora], kv_norm [kv_lora]: RMSNorm weights, both with `eps`
     rope          [R, rope / 2, 2] acc, (cos, sin) of the rows' positions
     slots         [R] int64, distinct but for padding rows, which share the scratch page
-    latent_cache  [slots, kv_lora + rope]: normed latent, then the roped (not normed) shared key
+    latent_cache  [slots, kv_lora + rope]: normed latent, then the roped (not normed) shared key;
+                  or uint8 [slots, 656] (see `quant`)
     index_cache   [slots, index_dim] or None when this pass writes no index keys;
-                  its first `rope` dimensions are roped
+                  its first `rope` dimensions are roped; or uint8 [slots, 132] (see `quant`)
     """
     rows, width = projected.shape
     rope_dim = 2 * rope.shape[1]
     used = q_norm.shape[0] + kv_norm.shape[0] + rope_dim
-    assert latent_cache.shape[1] == kv_norm.shape[0] + rope_dim, latent_cache.shape
+    fp8 = latent_cache.dtype == torch.uint8
+    assert fp8 or latent_cache.shape[1] == kv_norm.shape[0] + rope_dim, latent_cache.shape
     assert slots.shape == (rows,)
     assert rope.shape[0] == rows
     assert (index_cache is None) == (index_norm is None)
     if index_cache is not None:
-        used += index_cache.shape[1]
+        assert index_norm is not None
+        used += index_norm.weight.shape[0]
         assert index_cache.shape[1] >= rope_dim, index_cache.shape
     assert width >= used, (width, used)
+    if projected.is_cuda:
+        from . import kernel
+
+        odd = kernel.unserved(projected, q_norm, kv_norm, rope, latent_cache, index_cache)
+        if use_kernel("latent_inputs", "cuda", odd):
+            return kernel.latent_inputs(
+                projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps
+            )
     return reference.latent_inputs(
         projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..precision import acc_dtype
+from ..quant import pack_latent_rows, write_index_rows
 from ..residual_norm.reference import rms_norm
 from ..rope.reference import rotate
 
@@ -36,12 +37,19 @@ def latent_inputs(
         projected, [q_dim, kv_dim, rope_dim, projected.shape[1] - q_dim - kv_dim - rope_dim], dim=-1
     )
     dtype = projected.dtype
-    row = torch.cat((rms_norm(kv_latent, kv_norm, eps), rotate(k_rope, rope).to(dtype)), -1)
+    key_part = rotate(k_rope, rope).to(dtype)
+    if latent_cache.dtype == torch.uint8:  # quantised from the unrounded latent
+        row = pack_latent_rows(rms_norm(kv_latent.float(), kv_norm.float(), eps), key_part)
+    else:
+        row = torch.cat((rms_norm(kv_latent, kv_norm, eps), key_part), -1)
     latent_cache.index_copy_(0, slots, row)
     if index_cache is not None and index_norm is not None:
-        key = layer_norm(rest[:, : index_cache.shape[1]], index_norm)
+        key = layer_norm(rest[:, : index_norm.weight.shape[0]], index_norm)
         key = torch.cat((rotate(key[:, :rope_dim], rope), key[:, rope_dim:]), -1)
-        index_cache.index_copy_(0, slots, key.to(dtype))
+        if index_cache.dtype == torch.uint8:
+            write_index_rows(index_cache, slots, key.float())
+        else:
+            index_cache.index_copy_(0, slots, key.to(dtype))
     return rms_norm(q_latent, q_norm, eps)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
 
 
@@ -20,15 +21,28 @@ def absorb_query(query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor) ->
     assert w_uk.shape[0] == heads, (query.shape, w_uk.shape)
     assert width == nope + 2 * rope.shape[1], (query.shape, w_uk.shape)
     assert rope.shape[0] == rows
+    if query.is_cuda:
+        from . import kernel
+
+        if use_kernel("absorb_query", "cuda", kernel.absorb_unserved(query, w_uk, rope)):
+            return kernel.absorb_query(query, w_uk, rope)
     return reference.absorb_query(query, w_uk, rope)
 
 
 def index_query(
-    query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor
+    query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index queries [R, Hi, Di] with their first `rope` dimensions roped, same dtype; and the head
-    weights [R, Hi] in acc with both constants (Di^-0.5 and Hi^-0.5) folded in."""
+    weights [R, Hi] in acc with both constants (Di^-0.5 and Hi^-0.5) folded in.
+
+    With fp8 the queries are e4m3, for an fp8 index cache, and each head's weight has its query's
+    scale as well."""
     assert head_weights.shape == query.shape[:2], (query.shape, head_weights.shape)
     assert rope.shape[0] == query.shape[0]
     assert query.shape[2] >= 2 * rope.shape[1], (query.shape, rope.shape)
-    return reference.index_query(query, head_weights, rope)
+    if query.is_cuda:
+        from . import kernel
+
+        if use_kernel("index_query", "cuda", kernel.index_unserved(query, rope)):
+            return kernel.index_query(query, head_weights, rope, fp8)
+    return reference.index_query(query, head_weights, rope, fp8)

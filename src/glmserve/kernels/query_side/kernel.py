@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..head_product import multiply_heads
+from ..head_product.kernel import multiply_heads
 from ..triton_common import divide, power_of_two_above, to_bf16, to_e4m3
 
 _LEAST = tl.constexpr(1e-4)  # quant.SMALLEST_AMAX
@@ -45,7 +45,9 @@ def turn_index_query(
     tl.store(out_weights + row * ALL_HEADS + h, w)
 
 
-def absorb_unserved(query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor) -> dict[str, object]:
+def absorb_unserved(
+    query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor
+) -> dict[str, object]:
     """Dimensions that the absorption kernel does not serve."""
     wrong: dict[str, object] = {}
     if w_uk.shape[1] % 64 or w_uk.shape[2] % 128:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..precision import acc_dtype
+from ..quant import quantise_index
 from ..rope.reference import rotate
 
 
@@ -16,11 +17,14 @@ def absorb_query(query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor) ->
 
 
 def index_query(
-    query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor
+    query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads, dim = query.shape[1:]
     rope_dim = 2 * rope.shape[1]
-    roped = torch.cat(
-        (rotate(query[..., :rope_dim], rope).to(query.dtype), query[..., rope_dim:]), -1
-    )
-    return roped, head_weights.to(acc_dtype(query.dtype)) * (dim * heads) ** -0.5
+    acc = acc_dtype(query.dtype)
+    weights = head_weights.to(acc) * (dim * heads) ** -0.5
+    roped = torch.cat((rotate(query[..., :rope_dim], rope), query[..., rope_dim:].to(acc)), -1)
+    if fp8:
+        values, scale = quantise_index(roped.float())
+        return values, weights * scale
+    return roped.to(query.dtype), weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
 
 
@@ -15,4 +16,9 @@ def rope_table(
     assert positions.dim() == 1, positions.shape
     assert not positions.is_floating_point(), positions.shape
     assert rope_dim % 2 == 0, rope_dim
+    if positions.is_cuda:
+        from . import kernel
+
+        if use_kernel("rope_table", "cuda", kernel.unserved(rope_dim, dtype)):
+            return kernel.rope_table(positions, rope_dim, theta)
     return reference.rope_table(positions, rope_dim, theta, dtype)

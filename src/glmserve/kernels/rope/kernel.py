@@ -41,6 +41,16 @@ def _periods(rope_dim: int, theta: float, device: torch.device) -> torch.Tensor:
     return theta ** (pair / rope_dim)
 
 
+def unserved(rope_dim: int, dtype: torch.dtype) -> dict[str, object]:
+    """Dimensions that the kernel does not serve."""
+    wrong: dict[str, object] = {}
+    if rope_dim & (rope_dim - 1):
+        wrong["rope dim"] = rope_dim
+    if dtype == torch.float64:
+        wrong["dtype"] = dtype
+    return wrong
+
+
 def rope_table(positions: torch.Tensor, rope_dim: int, theta: float) -> torch.Tensor:
     """As the operator, fp32, for rope dimensions that are powers of two."""
     rows, half = len(positions), rope_dim // 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
 
 
@@ -22,12 +23,19 @@ def sparse_mla(
     """softmax(scale * q . cache[slots]) over the selection, times the latent part of those rows.
 
     query         [R, H, kv_lora + rope], absorbed and roped
-    latent_cache  [slots, kv_lora + rope]
+    latent_cache  [slots, kv_lora + rope], or uint8 [slots, 656] (see `quant`)
     slots         [R, k] int, -1 where unused; a row without any slot gives zeros
     -> [R, H, kv_lora] in the query's dtype; softmax and sums in acc
     """
     assert query.dim() == 3, query.shape
-    assert query.shape[2] == latent_cache.shape[1], query.shape
+    fp8 = latent_cache.dtype == torch.uint8
+    assert fp8 or query.shape[2] == latent_cache.shape[1], query.shape
     assert slots.shape[0] == query.shape[0]
     assert 0 < kv_lora_rank <= query.shape[2]
+    if query.is_cuda:
+        from . import kernel
+
+        unserved = kernel.unserved(query, latent_cache, kv_lora_rank)
+        if use_kernel("sparse_mla", "cuda", unserved):
+            return kernel.sparse_mla(query, latent_cache, slots, scale)
     return reference.sparse_mla(query, latent_cache, slots, kv_lora_rank, scale)

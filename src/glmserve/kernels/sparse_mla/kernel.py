@@ -2,9 +2,9 @@
 """Sparse MLA in the Triton language: fp8 rows of 656 B and bf16 rows of 1152 B.
 
 Tokens lie on the M side of every product, so that the rank's few heads fill the 16 columns of the
-smallest useful wgmma. A row's selection is cut into leaves of `LEAF` tokens; each leaf is one online
-softmax, and `merge` joins a row's leaves in one fixed tree. Leaves depend on the selection's length
-alone, so a row gives the same bits in any batch.
+smallest useful wgmma. A row's selection is cut into leaves of `LEAF` tokens; each leaf is one
+online softmax, and `merge` joins a row's leaves in one fixed tree. Leaves depend on the selection's
+length alone, so a row gives the same bits in any batch.
 
 fp8 rows are never dequantised. The query is split into a high and a low e4m3 part (two columns a
 head), the products run on the stored values, and the row's scales multiply scores and softmax
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import INTERPRET, dot, let_next_start, to_bf16, to_e4m3, wait_for_previous
+from ..triton_common import dot, let_next_start, to_bf16, to_e4m3, wait_for_previous
 
 TILE = 64  # tokens a step
 LEAF = 256  # tokens of one online softmax while rows are few

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..precision import acc_dtype
+from ..quant import unpack_latent_rows
 
 _MAX_GATHERED = 1 << 24  # cache elements gathered at once (64 MB in fp32)
 
@@ -31,6 +32,8 @@ def _attend(
     acc = acc_dtype(query.dtype)
     unused = (slots < 0)[:, None, :]
     keys = cache.index_select(0, slots.clamp_min(0).flatten())  # faster than cache[slots]
+    if keys.dtype == torch.uint8:
+        keys = unpack_latent_rows(keys)
     keys = keys.view(*slots.shape, -1).to(acc)  # [R, k, kv_lora + rope]
     scores = torch.bmm(query.to(acc), keys.transpose(1, 2)) * scale  # [R, H, k]
     weights = scores.masked_fill_(unused, -torch.inf).softmax(-1).masked_fill_(unused, 0.0)

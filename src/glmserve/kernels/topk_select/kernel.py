@@ -215,9 +215,7 @@ def _from_memory(out, row, first, stop, K, WIDTH: tl.constexpr, N: tl.constexpr)
     tied = need * 0
     for begin in range(0, stop, N):
         keys = _load_keys(row, begin + lane, first, stop)
-        already, tied = _compact(
-            out, keys, begin + lane, low.to(tl.int32), ties, already, tied, K
-        )
+        already, tied = _compact(out, keys, begin + lane, low.to(tl.int32), ties, already, tied, K)
     _pad(out, already, K, WIDTH)
 
 
@@ -324,13 +322,21 @@ def finish(
         _from_memory(out + row * K, logits + row.to(tl.int64) * width, first, stop, K, WIDTH, WALK)
 
 
+def unserved(logits: torch.Tensor, k: int) -> dict[str, object]:
+    """Dimensions that the kernels do not serve."""
+    wrong: dict[str, object] = {}
+    if k > SHORT:
+        wrong["k"] = k
+    if logits.dtype != torch.float32:
+        wrong["dtype"] = logits.dtype
+    return wrong
+
+
 def topk_select(
     logits: torch.Tensor, k: int, last: torch.Tensor | None, first: int
 ) -> torch.Tensor:
     """As the operator, for k up to 8192."""
     assert logits.is_contiguous(), logits.stride()
-    assert logits.dtype == torch.float32, logits.dtype
-    assert k <= SHORT, k
     rows, width = logits.shape
     k = min(k, width)
     device = logits.device
@@ -343,7 +349,15 @@ def topk_select(
     if width <= SHORT:
         n = 2048 if width <= 2048 else SHORT
         select_short[(rows,)](
-            logits, limits, out, width, first, **shared, **shape, N=n, num_warps=4 if n == 2048 else 8
+            logits,
+            limits,
+            out,
+            width,
+            first,
+            **shared,
+            **shape,
+            N=n,
+            num_warps=4 if n == 2048 else 8,
         )
         return out
     chunks = triton.cdiv(width, CHUNK)

@@ -6,8 +6,13 @@ from __future__ import annotations
 import torch
 
 
-def topk_select(logits: torch.Tensor, k: int) -> torch.Tensor:
+def topk_select(
+    logits: torch.Tensor, k: int, last: torch.Tensor | None = None, first: int = 0
+) -> torch.Tensor:
     context = logits.shape[1]
+    if last is not None:
+        place = torch.arange(context, device=logits.device)
+        logits = logits.masked_fill((place > last[:, None]) | (place < first), -torch.inf)
     if context > k:
         kept = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         hidden = logits.gather(1, kept).isneginf()

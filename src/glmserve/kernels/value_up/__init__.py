@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..dispatch import use_kernel
 from . import reference
 
 
@@ -12,4 +13,9 @@ def value_up(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     """[R, H, kv_lora] x [H, v_dim, kv_lora] -> [R, H * v_dim], the input of o_proj."""
     assert latent.shape[1] == w_uv.shape[0], latent.shape
     assert latent.shape[2] == w_uv.shape[2], latent.shape
+    if latent.is_cuda:
+        from . import kernel
+
+        if use_kernel("value_up", "cuda", kernel.unserved(latent, w_uv)):
+            return kernel.value_up(latent, w_uv)
     return reference.value_up(latent, w_uv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..head_product import multiply_heads
+from ..head_product.kernel import multiply_heads
 
 
 def unserved(latent: torch.Tensor, w_uv: torch.Tensor) -> dict[str, object]:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_common import dot, to_bf16
+from ..triton_common import dot, to_bf16
 
 # (most rows, tile); the first that fits is taken.
 _TILES: tuple[tuple[float, dict[str, int]], ...] = (
