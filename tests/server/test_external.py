@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,8 @@ def test_a_dead_engine_stops_the_external_server(external: External) -> None:
     assert '"finish_reason":"error"' in text
     external.process.wait(timeout=20)
     wait_until(lambda: not any(p.alive() for p in family), 10.0, "the stubs ended")
+    runtime_dir = f"glmserve-{os.geteuid()}-{external.process.pid}"
+    assert not Path(tempfile.gettempdir(), runtime_dir).exists()
 
 
 def test_an_unknown_parameter_in_config_pbtxt_is_named(

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -237,7 +237,7 @@ class GlmStage:
                 running.last = chunk
             elif running.stop_watch is not None and running.stop_watch(chunk.token_ids):
                 self._cancel_in_engine(chunk.uid)
-                running.last = replace(chunk, finish_reason="stop")
+                running.last = chunk._replace(finish_reason="stop")
             touched.add(chunk.uid)
         return touched
 
@@ -341,6 +341,7 @@ class GlmStage:
             time.sleep(0.5)  # the last responses are on their way through postprocess
             os.kill(parent, signal.SIGTERM)
             time.sleep(_EXIT_WAIT)
+            self._relay.close()
             os._exit(1)
 
         threading.Thread(target=end, name="end-server", daemon=True).start()

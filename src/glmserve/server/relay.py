@@ -50,9 +50,13 @@ def runtime_dir(server_pid: int) -> Path:
 
 
 def write_failure(directory: Path, reason: str) -> None:
-    """Leaves the reason of a death for the launcher; the server's own exit code cannot carry it."""
-    with contextlib.suppress(OSError):
-        (directory / _FAILURE).write_text(reason)
+    """Leaves the reason of a death for the launcher; the server's own exit code cannot carry it.
+
+    Only in a directory that a launcher has made, and removes.
+    """
+    if env.RUNTIME_DIR.is_set():
+        with contextlib.suppress(OSError):
+            (directory / _FAILURE).write_text(reason)
 
 
 def read_failure(directory: Path) -> str:
