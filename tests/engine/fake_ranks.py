@@ -3,7 +3,8 @@
 
 The "model" is a hash of the whole context, read back through the page table from a pretended
 cache, so a wrong page, a missed chunk or a reused row changes the tokens. Accepted drafts are
-random; they never change what is generated, only how much of it a step confirms.
+random; they never change what is generated, only how much of it a step confirms. A row with a
+grammar gives the first allowed token from the hash's on, and is confirmed along real drafts.
 """
 
 from __future__ import annotations
@@ -11,16 +12,26 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import numpy as np
+import numpy.typing as npt
+
 from glmserve.config import PAGE_SIZE, EngineConfig
-from glmserve.messages import RowInit, RowOutput, StepPlan, StepResult, decode, encode
+from glmserve.messages import RowInit, RowOutput, StepMasks, StepPlan, StepResult, decode, encode
 
 VOCAB = 97
 
 
-def next_token(context: list[int]) -> int:
+Bits = npt.NDArray[np.uint32]
+
+
+def next_token(context: list[int], allowed: Bits | None = None) -> int:
+    """`allowed`: a grammar's mask; the next allowed id, with wrap-around."""
     value = 17
     for token in context:
         value = (value * 31 + token + 7) % 1_000_003
+    if allowed is not None:
+        while not allowed[value % VOCAB // 32] >> np.uint32(value % VOCAB % 32) & 1:
+            value += 1
     return value % VOCAB
 
 
@@ -50,12 +61,25 @@ class FakeRanks:
         self.length: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.remaining: dict[int, int] = {}
+        self.drafts: dict[int, tuple[int, ...]] = {}  # of rows with a grammar
+        self.held: StepPlan | None = None  # waits for its masks
+        self.masks: dict[int, Bits] = {}  # of the step that runs
 
     def send(self, data: bytes, timeout: float | None = None) -> None:
-        plan = decode(data)
-        assert isinstance(plan, StepPlan)
-        self.plans.append(plan)
-        self.results.append(encode(self._run(plan)))
+        message = decode(data)
+        if isinstance(message, StepMasks):
+            assert self.held is not None and message.step == self.held.step
+            self.masks |= zip(message.rows, message.masks, strict=True)
+            if not message.more:
+                self.results.append(encode(self._run(self.held)))
+                self.held, self.masks = None, {}
+            return
+        assert isinstance(message, StepPlan) and self.held is None
+        self.plans.append(message)
+        if message.masks_follow:
+            self.held = message
+        else:
+            self.results.append(encode(self._run(message)))
 
     def recv(self, timeout: float | None = None) -> bytes:
         return self.results.popleft()
@@ -64,6 +88,7 @@ class FakeRanks:
         for init in plan.admit:
             self.rows[init.row] = init
             self.tables[init.row] = []
+            self.drafts.pop(init.row, None)
             self.length[init.row] = 0
             self.remaining[init.row] = init.remaining
             self.last[init.row] = -1
@@ -100,14 +125,18 @@ class FakeRanks:
 
     def _generate(self, row: int, count: int) -> RowOutput:
         init, tokens = self.rows[row], []
+        assert init.grammar == (row in self.masks)
+        drafts = self.drafts.pop(row, ())
+        if init.grammar:
+            count = len(drafts) + 1
         if self.last[row] >= 0:
             self._write(row, self.length[row] - 1, self.last[row])
             # Everything that the step may write ahead must have a page as well.
             self._slot(row, self.length[row] - 1 + self.config.lookahead)
         stopped = False
-        for _ in range(min(count, self.remaining[row])):
+        for place in range(min(count, self.remaining[row])):
             context = [self.cache[self._slot(row, p)] for p in range(self.length[row])]
-            token = next_token(context)
+            token = next_token(context, self.masks[row][place] if init.grammar else None)
             tokens.append(token)
             if self.config.drafts:  # the next one of this step sees it
                 self._write(row, self.length[row], token)
@@ -117,7 +146,26 @@ class FakeRanks:
             stopped = token in init.stop_token_ids
             if stopped or not self.config.drafts:
                 break
+            if place < len(drafts) and token != drafts[place]:
+                break  # the draft is rejected
         exhausted = self.remaining[row] == 0 and not stopped
         if stopped or exhausted:
             self.last[row] = -1
-        return RowOutput(row, tuple(tokens), stopped, exhausted, len(tokens) - 1)
+        accepted = len(tokens) - 1
+        if init.grammar and self.last[row] >= 0:
+            self.drafts[row] = self._draft(row)
+        drafts = self.drafts.get(row, ())
+        return RowOutput(row, tuple(tokens), stopped, exhausted, accepted, drafts=drafts)
+
+    def _draft(self, row: int) -> tuple[int, ...]:
+        """Often what the hash would give among a few ids that grammars of tests like."""
+        few = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+        for token in (3, 5, 6, 7, 65, 66):
+            few[token // 32] |= np.uint32(1 << token % 32)
+        context = [self.cache[self._slot(row, p)] for p in range(self.length[row] - 1)]
+        context.append(self.last[row])
+        drafts: list[int] = []
+        for _ in range(self.config.drafts):
+            likely = next_token(context + drafts, few)
+            drafts.append(likely if self.random.random() < 0.8 else self.random.randrange(VOCAB))
+        return tuple(drafts)
