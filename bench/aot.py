@@ -30,6 +30,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from bench.registry import modules
@@ -63,7 +64,8 @@ def source_of(kernel: Any, args: Any, kwargs: Any) -> tuple[ASTSource, dict[str,
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, kwargs, bound, specialization, options
     )
-    return ASTSource(kernel, signature, constexprs, attrs), options.__dict__
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return source(kernel, signature, constexprs, attrs), options.__dict__
 
 
 def ptxas_report(ptx: str) -> str:

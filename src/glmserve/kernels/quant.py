@@ -35,7 +35,8 @@ def pack_latent_rows(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     groups = latent.float().view(len(latent), -1, LATENT_GROUP)
     scale = scale_of(groups, power_of_two=False)
     values = to_e4m3(groups / scale[..., None]).view(torch.uint8).flatten(1)
-    return torch.cat((values, scale.view(torch.uint8), rope.bfloat16().contiguous().view(torch.uint8)), dim=1)
+    key = rope.bfloat16().contiguous().view(torch.uint8)
+    return torch.cat((values, scale.view(torch.uint8), key), dim=1)
 
 
 def unpack_latent_rows(rows: torch.Tensor) -> torch.Tensor:

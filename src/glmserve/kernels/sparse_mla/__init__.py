@@ -33,9 +33,9 @@ def sparse_mla(
     assert slots.shape[0] == query.shape[0]
     assert 0 < kv_lora_rank <= query.shape[2]
     if query.is_cuda:
-        from . import kernel
+        from . import launch
 
-        unserved = kernel.unserved(query, latent_cache, kv_lora_rank)
+        unserved = launch.unserved(query, latent_cache, kv_lora_rank)
         if use_kernel("sparse_mla", "cuda", unserved):
-            return kernel.sparse_mla(query, latent_cache, slots, scale)
+            return launch.sparse_mla(query, latent_cache, slots, scale)
     return reference.sparse_mla(query, latent_cache, slots, kv_lora_rank, scale)

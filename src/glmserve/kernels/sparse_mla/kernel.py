@@ -2,7 +2,7 @@
 """Sparse MLA in the Triton language: fp8 rows of 656 B and bf16 rows of 1152 B.
 
 Tokens lie on the M side of every product, so that the rank's few heads fill the 16 columns of the
-smallest useful wgmma. A row's selection is cut into leaves of `LEAF` tokens; each leaf is one
+smallest useful wgmma. A row's selection is cut into leaves of LEAF tokens; each leaf is one
 online softmax, and `merge` joins a row's leaves in one fixed tree. Leaves depend on the selection's
 length alone, so a row gives the same bits in any batch.
 
@@ -13,17 +13,11 @@ weights instead (S = sum_g s_g (q_g . k_g), O_g = sum_t (p_t s_tg) v_tg).
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 
 from ..triton_common import dot, let_next_start, to_bf16, to_e4m3, wait_for_previous
 
-TILE = 64  # tokens a step
-LEAF = 256  # tokens of one online softmax while rows are few
-STAGES, WARPS = 2, 4
 _NEVER = tl.constexpr(-1.0e30)  # stands for -inf without making NaN in differences
 _FACTOR = tl.constexpr(64.0)  # lifts softmax weights away from f16's subnormals
 
@@ -322,61 +316,21 @@ def merge(
     tl.store(target, to_bf16(total))
 
 
-def unserved(
-    query: torch.Tensor, latent_cache: torch.Tensor, kv_lora_rank: int
-) -> dict[str, object]:
-    """Dimensions that the kernels do not serve."""
-    heads, width = query.shape[1:]
-    wrong: dict[str, object] = {}
-    if heads not in (8, 16, 32, 64):
-        wrong["heads"] = heads
-    if kv_lora_rank != 512 or width != 576:
-        wrong["latent row"] = (kv_lora_rank, width)
-    if query.dtype != torch.bfloat16:
-        wrong["query dtype"] = query.dtype
-    fp8 = latent_cache.dtype == torch.uint8 and latent_cache.shape[1] == 656
-    if not fp8 and (latent_cache.dtype != torch.bfloat16 or latent_cache.shape[1] != 576):
-        wrong["cache row"] = (latent_cache.dtype, latent_cache.shape[1])
-    return wrong
-
-
-def sparse_mla(
-    query: torch.Tensor, latent_cache: torch.Tensor, slots: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """As the operator. Many rows (prefill) take each row's selection as one leaf, unmerged."""
-    assert query.is_contiguous(), query.stride()
-    assert latent_cache.is_contiguous(), latent_cache.stride()
-    assert slots.is_contiguous(), slots.stride()
-    rows, all_heads, _ = query.shape
-    k = slots.shape[1]
-    fp8 = latent_cache.dtype == torch.uint8
-    heads = min(all_heads, 16)
-    kernel = attend_fp8 if fp8 else attend_bf16
-    out = torch.empty(rows, all_heads, 512, dtype=query.dtype, device=query.device)
-    if rows == 0:
-        return out
-    many = rows > 512
-    leaf = triton.next_power_of_2(max(k, TILE)) if many else LEAF
-    leaves = triton.cdiv(k, leaf)
-    alone = leaves == 1
-    pdl = query.device.type != "cpu" and not alone
-    if alone:
-        target, lse = out, out
-    else:
-        target = torch.empty(
-            rows, leaves, all_heads, 512, dtype=torch.bfloat16, device=query.device
-        )
-        lse = torch.empty(rows, leaves, all_heads, dtype=torch.float32, device=query.device)
-    kernel[(rows * leaves, all_heads // heads)](
-        query, latent_cache, slots, target, lse, scale * math.log2(math.e), k, leaves,
-        all_heads, HEADS=heads, LEAF=leaf, TILE=TILE, STAGES=STAGES,
-        WIDE=latent_cache.numel() >= 1 << 31, PARTIAL=not alone, PDL=pdl, num_warps=WARPS,
-    )  # fmt: skip
-    if not alone:
-        dims = 128
-        merge[(rows, all_heads // heads, 512 // dims)](
-            target, lse, out, leaves, all_heads, HEADS=heads,
-            LEAVES=triton.next_power_of_2(leaves), DIMS=dims, PERMUTED=fp8, PDL=pdl, num_warps=4,
-            **({"launch_pdl": True} if pdl else {}),
-        )  # fmt: skip
-    return out
+@triton.jit(do_not_specialize=["leaves"])
+def merge_head(
+    partial, lse, out, leaves, HEADS: tl.constexpr, LEAVES: tl.constexpr, PDL: tl.constexpr
+):
+    """As merge, of one head, where a leaf's partial is [head, 512]."""
+    line = tl.program_id(0)  # row * HEADS + head
+    row = line // HEADS
+    s = tl.arange(0, LEAVES)
+    d = tl.arange(0, 512)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    at = row * leaves * HEADS + s * HEADS + line % HEADS
+    size = tl.load(lse + at, mask=s < leaves, other=_NEVER)
+    share = tl.where(size > _NEVER, tl.exp2(size - tl.max(size, 0)), 0.0)
+    share = share / tl.maximum(tl.sum(share, 0), 1e-30)
+    x = tl.load(partial + at[:, None] * 512 + d[None, :], mask=(s < leaves)[:, None], other=0.0)
+    total = tl.sum(x.to(tl.float32) * share[:, None], 0)
+    tl.store(out + line * 512 + d, to_bf16(total))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches sparse MLA: which form, how many leaves, where partials lie, and the merge."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from .kernel import attend_bf16, attend_fp8, merge, merge_head
+
+TILE = 64  # tokens a step
+LEAF = 256  # tokens of one online softmax while rows are few
+STAGES, WARPS = 2, 4
+MANY_ROWS = 512  # above, a row's whole selection is one leaf
+
+
+def unserved(
+    query: torch.Tensor, latent_cache: torch.Tensor, kv_lora_rank: int
+) -> dict[str, object]:
+    """Dimensions that the kernels do not serve."""
+    heads, width = query.shape[1:]
+    wrong: dict[str, object] = {}
+    if heads not in (8, 16, 32, 64):
+        wrong["heads"] = heads
+    if kv_lora_rank != 512 or width != 576:
+        wrong["latent row"] = (kv_lora_rank, width)
+    if query.dtype != torch.bfloat16:
+        wrong["query dtype"] = query.dtype
+    fp8 = latent_cache.dtype == torch.uint8 and latent_cache.shape[1] == 656
+    if not fp8 and (latent_cache.dtype != torch.bfloat16 or latent_cache.shape[1] != 576):
+        wrong["cache row"] = (latent_cache.dtype, latent_cache.shape[1])
+    return wrong
+
+
+def sparse_mla(
+    query: torch.Tensor,
+    latent_cache: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    plain: bool = False,
+) -> torch.Tensor:
+    """As the operator. Many rows (prefill) take each row's selection as one leaf, unmerged.
+
+    `plain` keeps to the Triton form where a Gluon form exists (eight heads over fp8 rows); that
+    one wants unused slots at the end of a selection.
+    """
+    assert query.is_contiguous(), query.stride()
+    assert latent_cache.is_contiguous(), latent_cache.stride()
+    assert slots.is_contiguous(), slots.stride()
+    rows, all_heads, _ = query.shape
+    k = slots.shape[1]
+    out = torch.empty(rows, all_heads, 512, dtype=query.dtype, device=query.device)
+    if rows == 0:
+        return out
+    leaf = triton.next_power_of_2(max(k, TILE)) if rows > MANY_ROWS else LEAF
+    leaves = triton.cdiv(k, leaf)
+    alone = leaves == 1
+    on_gpu = query.device.type != "cpu"
+    pdl = on_gpu and not alone
+    target, lse = out, out
+    if not alone:
+        shape = (rows, leaves, all_heads)
+        target = torch.empty(*shape, 512, dtype=torch.bfloat16, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    fp8 = latent_cache.dtype == torch.uint8
+    heads = min(all_heads, 16)
+    scale *= math.log2(math.e)
+    gluon = fp8 and all_heads == 8 and on_gpu and not plain
+    if gluon:
+        from .hopper import kernel as hopper
+
+        hopper.launch(query, latent_cache, slots, target, lse, scale, leaf, leaves, pdl)
+    else:
+        kernel = attend_fp8 if fp8 else attend_bf16
+        kernel[(rows * leaves, all_heads // heads)](
+            query, latent_cache, slots, target, lse, scale, k, leaves, all_heads, HEADS=heads,
+            LEAF=leaf, TILE=TILE, STAGES=STAGES, WIDE=latent_cache.numel() >= 1 << 31,
+            PARTIAL=not alone, PDL=pdl, num_warps=WARPS,
+        )  # fmt: skip
+    if alone:
+        return out
+    late: dict[str, bool] = {"launch_pdl": True} if pdl else {}
+    if gluon:
+        merge_head[(rows * all_heads,)](
+            target, lse, out, leaves, HEADS=all_heads, LEAVES=triton.next_power_of_2(leaves),
+            PDL=pdl, num_warps=4, **late,
+        )  # fmt: skip
+    else:
+        dims = 128
+        merge[(rows, all_heads // heads, 512 // dims)](
+            target, lse, out, leaves, all_heads, HEADS=heads,
+            LEAVES=triton.next_power_of_2(leaves), DIMS=dims, PERMUTED=fp8, PDL=pdl, num_warps=4,
+            **late,
+        )  # fmt: skip
+    return out
