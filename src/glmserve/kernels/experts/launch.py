@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..linear.launch import plan
+from ..linear.launch import chunked_registers, plan
 from ..linear.reference import QuantWeight
 from ..quantise import launch as quantise_launch
 from ..quantise.reference import QuantRows
@@ -22,6 +22,7 @@ from . import int4, kernel, sorting
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
 _EXPERTS_A_TOKEN_ROW = 32  # GLM: 256 experts, 8 a row, so R rows give R / 32 rows an expert
+_MANY = 64  # rows of a tile of the many-row kernel
 _SPLIT_PAIRS = 256  # pairs up to which the chunks of a sum get programs of their own
 
 
@@ -54,6 +55,8 @@ def unserved(x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight) -> dict
                 reasons[f"{name} group"] = group
         elif isinstance(weight, torch.Tensor) and weight.dtype != torch.bfloat16:
             reasons[f"{name} dtype"] = weight.dtype
+        if isinstance(weight, Int4Weight) and values.shape[1] % 8:
+            reasons[f"{name} outputs"] = values.shape[1]
         if depth % unit:
             reasons[f"{name} input width"] = depth
     return reasons
@@ -61,10 +64,10 @@ def unserved(x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight) -> dict
 
 def block_rows(rows: int) -> int:
     """Rows of a tile, by the rows that an expert gets on average."""
-    for limit, size in ((256, 16), (768, 32), (1536, 64)):
+    for limit, size in ((256, 16), (1536, 32)):
         if rows <= limit:
             return size
-    return 128
+    return _MANY
 
 
 def sort_pairs(ids: torch.Tensor, first: int, local: int) -> SortedPairs:
@@ -78,12 +81,22 @@ def sort_pairs(ids: torch.Tensor, first: int, local: int) -> SortedPairs:
     parts = [part[:size] for part, size in zip(ints.split(aligned), sizes, strict=True)]
     order, place, offsets, tile_expert, tile_begin, tile_end, count = parts
     bins = triton.next_power_of_2(local + 1)
-    block = 256 if pairs <= 256 else 4096
-    sorting.sort_pairs[(local + 1,)](
-        ids, order, place, offsets, tile_expert, tile_begin, tile_end, count, pairs, first,
-        local, block_m, max_tiles, bins, block, num_warps=4 if block == 256 else 8,
+    block = 256 if pairs <= 256 else 2048
+    segments = -(-pairs // block)
+    counts = order
+    if segments > 1:
+        counts = torch.empty(segments, bins, dtype=torch.int32, device=device)
+        sorting.count_pairs[(segments,)](
+            ids, counts, pairs, first, local, bins, block, num_warps=8
+        )  # fmt: skip
+    sorting.sort_pairs[(local + 1, segments)](
+        ids, counts, order, place, offsets, tile_expert, tile_begin, tile_end, count, pairs, first,
+        local, block_m, max_tiles, bins, block, triton.next_power_of_2(segments),
+        num_warps=4 if block == 256 else 8,
     )  # fmt: skip
-    return SortedPairs(*parts, block_m, max_tiles)
+    return SortedPairs(
+        order, place, offsets, tile_expert, tile_begin, tile_end, count, block_m, max_tiles
+    )
 
 
 def grouped_linear(
@@ -109,14 +122,14 @@ def grouped_linear(
     common = (
         out, pairs.order, pairs.tile_expert, pairs.tile_begin, pairs.tile_end,
     )  # fmt: skip
-    if pairs.block_m < 128:
-        columns = -(-width // 64)
-        stages = 5 if pairs.block_m == 16 else 4
-        if not scaled:
-            stages = 4 if pairs.block_m == 16 else 3
+    if pairs.block_m < _MANY:
+        block_n = 64 if pairs.block_m == 16 else 128
+        columns = -(-width // block_n)
+        bytes_a_stage = (block_n + pairs.block_m) * block_k * values.element_size()
+        stages = max(2, min(5 if block_n == 64 else 4, 100_000 // bytes_a_stage))
         kernel.grouped_few[(pairs.max_tiles * columns * parts,)](
             values, x_scales, w_values, w_scales, *common, values.shape[0], total, width,
-            depth, chunks, top_k, 64, pairs.block_m, block_k, split, scaled, stages,
+            depth, chunks, top_k, block_n, pairs.block_m, block_k, split, scaled, stages,
             num_warps=4,
         )  # fmt: skip
     else:
@@ -125,9 +138,8 @@ def grouped_linear(
         columns = -(-width // 128)
         kernel.grouped_many[(pairs.max_tiles * columns,)](
             values, x_scales, w_desc, w_scales, *common, pairs.tile_count, values.shape[0], width,
-            depth, depth // block_k // chunks, top_k, 128, 128, block_k, chunks > 1, scaled, 8,
-            4 if scaled else 3,
-            num_warps=8,
+            depth, depth // block_k // chunks, top_k, _MANY, 128, block_k, chunks > 1, scaled, 16,
+            3, num_warps=4, maxnreg=chunked_registers() if scaled and chunks > 1 else None,
         )  # fmt: skip
     return out
 
@@ -137,22 +149,16 @@ def grouped_int4(
 ) -> torch.Tensor:
     """`grouped_linear` for int4 weights and bf16 rows."""
     _, width, words = weight.packed.shape
-    total, device = pairs.order.numel(), x.device
-    gathered = torch.empty(total, 8, words, dtype=torch.bfloat16, device=device)
-    int4.gather_rows[(total, -(-words // 128))](
-        x, gathered, pairs.order, pairs.offsets[-1:], total, words, top_k, 128, num_warps=4
-    )  # fmt: skip
-    block = 32 if words % 32 == 0 else 16
-    parts = 4 if words % (4 * block) == 0 and words >= 512 else 1
+    total, depth = pairs.order.numel(), 8 * words
+    parts = 4 if depth >= 4096 and depth % 512 == 0 else 1
     dtype = torch.float32 if parts > 1 else torch.bfloat16
-    out = torch.empty(parts, total, width, dtype=dtype, device=device)
+    out = torch.empty(parts, total, width, dtype=dtype, device=x.device)
     columns = -(-width // 64)
     int4.grouped_int4[(pairs.max_tiles * columns * parts,)](
-        gathered, weight.packed, weight.scales,
-        weight.packed if weight.zeros is None else weight.zeros, out,
-        pairs.tile_expert, pairs.tile_begin, pairs.tile_end, total, width, words,
-        words // weight.scales.shape[2], 64, pairs.block_m, block, weight.zeros is not None,
-        parts, 3 if pairs.block_m <= 64 else 2, num_warps=4,
+        x, weight.packed, weight.scales, weight.packed if weight.zeros is None else weight.zeros,
+        out, pairs.order, pairs.tile_expert, pairs.tile_begin, pairs.tile_end, total, width, depth,
+        top_k, depth // weight.scales.shape[2], 64, pairs.block_m, weight.zeros is not None, parts,
+        4, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -85,6 +85,35 @@ def all_chunks(
     return total
 
 
+@triton.jit
+def merge_chunks(
+    acc, target, wanted, partial, tickets, slot, local, kept, chunk, chunks, SIZE: tl.constexpr
+):
+    """Leaves this chunk of a tile in `partial` [slots, chunks, SIZE] fp32; the program that comes
+    last, as `tickets` [slots] tells, adds all chunks in order, stores them and resets the ticket.
+
+    local: a tile of offsets below SIZE; kept, wanted: what of it is real here and in the result.
+    """
+    mine = partial + slot * chunks * SIZE + local
+    tl.store(mine + chunk * SIZE, acc, mask=kept)
+    tl.debug_barrier()  # every thread's partials before the ticket
+    ticket = tl.atomic_add(tickets + slot, 1, sem="acq_rel")
+    if ticket == chunks - 1:
+        tl.store(tickets + slot, 0)
+        total = tl.load(mine, mask=kept, other=0.0, cache_modifier=".cg")
+        for other in tl.range(1, chunks):
+            total += tl.load(mine + other * SIZE, mask=kept, other=0.0, cache_modifier=".cg")
+        _store(target, total, wanted)
+
+
+@triton.jit
+def _store(target, value, mask):
+    if target.dtype.element_ty == tl.bfloat16:
+        tl.store(target, to_bf16(value), mask=mask)
+    else:
+        tl.store(target, value, mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows", "chunks"])
 def few_rows(
     x,
@@ -107,9 +136,7 @@ def few_rows(
 ):
     """out [rows, width] = x [rows, depth] weight [width, depth]^T; program (tile and chunk, rows).
 
-    SPLIT: each chunk has its own program; the last to finish a tile (a ticket tells) adds the
-    chunks in order from `partial` [row blocks, chunks, BM, tiles * BN] fp32 and sets the ticket
-    back to 0. `tickets` [row blocks * tiles] int32 are 0 before the first launch.
+    SPLIT: each chunk has its own program (`merge_chunks`; tickets are 0 before and after).
     """
     blocks = depth // BK
     per = tl.cdiv(blocks, chunks)
@@ -117,9 +144,9 @@ def few_rows(
     if SPLIT:
         ways = chunks
     tile = tl.program_id(0) // ways
-    tiles = tl.num_programs(0) // ways
     row_block = tl.program_id(1)
-    n = tile * BN + tl.arange(0, BN)
+    line = tl.arange(0, BN)
+    n = tile * BN + line
     m = tl.arange(0, BM)
     row = row_block * BM + m
     real = row < rows
@@ -128,7 +155,7 @@ def few_rows(
     x_tile = x + safe[:, None] * depth + k[None, :]
     w_tile = weight + tl.minimum(n, width - 1)[:, None].to(tl.int64) * depth + k[None, :]
     w_line = weight_scales + (tile * BN // SCALE_BLOCK) * blocks
-    store = real[None, :] & (n[:, None] < width)
+    wanted = real[None, :] & (n[:, None] < width)
     target = out + safe[None, :] * width + n[:, None]
     if SPLIT:
         chunk = tl.program_id(0) % ways
@@ -137,74 +164,71 @@ def few_rows(
             x_tile, x_scales + safe, rows, w_tile, w_line, begin, tl.minimum(begin + per, blocks),
             real, BN, BM, BK, SCALED, STAGES,
         )  # fmt: skip
-        plane = BM * tiles * BN
-        mine = partial + row_block * chunks * plane + m[None, :] * (tiles * BN) + n[:, None]
-        tl.store(mine + chunk * plane, acc, mask=real[None, :])
-        tl.debug_barrier()  # every thread's partials before the ticket
-        ticket = tl.atomic_add(tickets + row_block * tiles + tile, 1, sem="acq_rel")
-        if ticket == chunks - 1:
-            tl.store(tickets + row_block * tiles + tile, 0)
-            total = tl.load(mine, mask=real[None, :], other=0.0, cache_modifier=".cg")
-            for other in tl.range(1, chunks):
-                total += tl.load(
-                    mine + other * plane, mask=real[None, :], other=0.0, cache_modifier=".cg"
-                )
-            _store(target, total, store)
+        slot = row_block * (tl.num_programs(0) // ways) + tile
+        merge_chunks(
+            acc, target, wanted, partial, tickets, slot, line[:, None] + m[None, :] * BN,
+            wanted, chunk, chunks, BN * BM,
+        )  # fmt: skip
     else:
         total = all_chunks(
             x_tile, x_scales + safe, rows, w_tile, w_line, blocks, per,
             real, BN, BM, BK, SCALED, STAGES,
         )  # fmt: skip
-        _store(target, total, store)
+        _store(target, total, wanted)
 
 
-@triton.jit
-def _store(target, value, mask):
-    if target.dtype.element_ty == tl.bfloat16:
-        tl.store(target, to_bf16(value), mask=mask)
-    else:
-        tl.store(target, value, mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "per"])
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def many_rows(
     x,
     x_scales,
     weight,
     weight_scales,
+    partial,
+    tickets,
     out,
     rows,
     width,
     depth,
-    per,
+    chunks,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     CHUNKED: tl.constexpr,
+    SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The same product with one program for each [BM, BN] tile; x and weight are descriptors.
-
-    CHUNKED: the sum is cut into chunks of `per` blocks.
+    """The same product in [BM, BN] tiles; x and weight are descriptors.
 
     Programs walk down bands of BAND row tiles, so that a band's rows stay in L2 while the weight
-    passes once.
+    passes once. CHUNKED: there is more than one chunk.
     """
     blocks = depth // BK
-    row_tile, tile = band_order(tl.program_id(0), tl.cdiv(rows, BM), tl.cdiv(width, BN), BAND)
+    per = tl.cdiv(blocks, chunks)
+    ways = 1
+    if SPLIT:
+        ways = chunks
+    program = tl.program_id(0) // ways
+    row_tile, tile = band_order(program, tl.cdiv(rows, BM), tl.cdiv(width, BN), BAND)
     m0 = row_tile * BM
     n0 = tile * BN
     row = m0 + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
     real = row < rows
+    x_line = x_scales + tl.minimum(row, rows - 1)
+    w_line = weight_scales + (n0 // SCALE_BLOCK) * blocks
+    target = out + row[:, None].to(tl.int64) * width + n[None, :]
+    wanted = real[:, None] & (n[None, :] < width)
+    begin = 0
+    end = blocks
+    if SPLIT:
+        chunk = tl.program_id(0) % ways
+        begin = chunk * per
+        end = tl.minimum(begin + per, blocks)
     acc = tl.zeros([BM, BN], tl.float32)
     total = tl.zeros([BM, BN], tl.float32)
-    if SCALED:
-        x_line = x_scales + tl.minimum(row, rows - 1)
-        w_line = weight_scales + (n0 // SCALE_BLOCK) * blocks
-    for block in tl.range(0, blocks, num_stages=STAGES):
+    for block in tl.range(begin, end, num_stages=STAGES):
         x_tile = x.load([m0, block * BK])
         w_tile = weight.load([n0, block * BK])
         if SCALED:
@@ -212,15 +236,20 @@ def many_rows(
             acc += tl.dot(x_tile, w_tile.T) * scale[:, None]
         else:
             acc = dot(x_tile, w_tile.T, acc)
-        if CHUNKED:
+        if CHUNKED and not SPLIT:
             if block % per == per - 1:
                 total += acc
                 acc = tl.zeros([BM, BN], tl.float32)
-    if CHUNKED:
-        # An empty last chunk adds zeros, as it does in the split form.
-        acc = total + acc
-    target = out + row[:, None].to(tl.int64) * width + n[None, :]
-    _store(target, acc, real[:, None] & (n[None, :] < width))
+    if SPLIT:
+        local = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        merge_chunks(
+            acc, target, wanted, partial, tickets, program, local, wanted, chunk, chunks, BM * BN
+        )
+    else:
+        if CHUNKED:
+            # An empty last chunk adds zeros, as it does in the split form.
+            acc = total + acc
+        _store(target, acc, wanted)
 
 
 @triton.jit

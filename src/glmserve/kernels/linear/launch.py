@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -20,8 +20,7 @@ from ..quantise.reference import QuantRows
 from . import kernel
 from .reference import QuantWeight
 
-FEW = 256  # rows up to which the swap-AB kernel is used
-_SPLIT_ROWS = 256  # rows up to which each chunk may have its own program
+FEW = 64  # rows up to which the swap-AB kernel is used
 _WAVE = 264  # programs that fill the card twice
 _PARTIAL_FLOATS = 4 << 20
 _TICKETS = 1 << 14
@@ -35,19 +34,16 @@ class Plan(NamedTuple):
     stages: int
 
 
-class Tiles(NamedTuple):
-    """What the number of rows decides."""
-
-    block_n: int
-    block_m: int
-    split: bool
-
-
 @functools.cache
-def _configs() -> dict[str, dict[str, int]]:
+def _configs() -> dict[str, Any]:
     text = (Path(__file__).parent / "configs.json").read_text(encoding="utf-8")
-    configs: dict[str, dict[str, int]] = json.loads(text)["weights"]
+    configs: dict[str, Any] = json.loads(text)
     return configs
+
+
+def chunked_registers() -> int | None:
+    """Register limit of a many-row fp8 program that adds chunks, None for no limit."""
+    return _configs().get("chunked_registers")
 
 
 @functools.cache
@@ -56,7 +52,7 @@ def plan(width: int, depth: int, scaled: bool) -> Plan:
     block = 128 if depth % 128 == 0 else 64
     assert depth % block == 0 and not (scaled and block == 64), depth
     kind = "fp8" if scaled else "bf16"
-    tuned = _configs().get(f"{kind}:{width}x{depth}")
+    tuned = _configs()["weights"].get(f"{kind}:{width}x{depth}")
     if tuned is not None:
         return Plan(tuned["chunks"], block, tuned["stages"])
     return Plan(_chunks(-(-width // 64), depth // block), block, 5)
@@ -71,14 +67,11 @@ def _chunks(tiles: int, blocks: int) -> int:
     return max((c for c in fitting if c * tiles <= _WAVE and c <= 16), default=1)
 
 
-def tiles(rows: int, width: int, chunks: int) -> Tiles:
-    """Tiles of the few-row kernel."""
-    block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
-    row_blocks = -(-rows // block_m)
-    programs = -(-width // 64) * row_blocks
-    fits = programs <= _TICKETS and programs * chunks * 64 * block_m <= _PARTIAL_FLOATS
-    split = chunks > 1 and rows <= _SPLIT_ROWS and fits
-    return Tiles(64, block_m, split)
+def splits(tiles: int, size: int, chunks: int) -> bool:
+    """Whether the chunks of `tiles` tiles of `size` elements get programs of their own: where the
+    tiles alone would leave the card idle and the partial sums have a place."""
+    fits = tiles <= _TICKETS and tiles * chunks * size <= _PARTIAL_FLOATS
+    return chunks > 1 and tiles <= _WAVE and fits
 
 
 @functools.cache
@@ -126,16 +119,16 @@ def _few(
     scaled: bool,
 ) -> None:
     rows, width = out.shape
-    tile = tiles(rows, width, shape.chunks)
-    partial, tickets = workspace(x.device)
-    ways = shape.chunks if tile.split else 1
+    block_n, block_m = 64, 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tiles = -(-width // block_n)
+    split = splits(tiles, block_n * block_m, shape.chunks)
     # A stage holds a weight tile and a row tile; about 200 KB of them fit.
-    bytes_a_stage = (tile.block_n + tile.block_m) * shape.block_k * weight.element_size()
+    bytes_a_stage = (block_n + block_m) * shape.block_k * weight.element_size()
     stages = max(2, min(shape.stages, 200_000 // bytes_a_stage))
-    grid = (-(-width // tile.block_n) * ways, -(-rows // tile.block_m))
+    grid = (tiles * (shape.chunks if split else 1), -(-rows // block_m))
     kernel.few_rows[grid](
-        x, x_scales, weight, w_scales, partial, tickets, out, rows, width, x.shape[1],
-        shape.chunks, tile.block_n, tile.block_m, shape.block_k, tile.split, scaled, stages,
+        x, x_scales, weight, w_scales, *workspace(x.device), out, rows, width, x.shape[1],
+        shape.chunks, block_n, block_m, shape.block_k, split, scaled, stages,
         num_warps=4,
     )  # fmt: skip
 
@@ -150,15 +143,16 @@ def _many(
     scaled: bool,
 ) -> None:
     rows, width = out.shape
-    block_m, block_n = 128, 128
-    block_k = shape.block_k
-    stages = 4 if scaled else 3
-    x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
-    w_desc = TensorDescriptor.from_tensor(weight, [block_n, block_k])
-    per = -(-(x.shape[1] // block_k) // shape.chunks)
-    grid = (-(-rows // block_m) * -(-width // block_n),)
-    kernel.many_rows[grid](
-        x_desc, x_scales, w_desc, w_scales, out, rows, width, x.shape[1],
-        per, block_m, block_n, block_k, shape.chunks > 1, scaled, 16, stages,
-        num_warps=8,
+    # fp8: two small programs a multiprocessor, so that one's scaling hides behind the other's
+    # products. bf16 needs no scaling, and larger tiles read less.
+    block_m, block_n, warps = (64, 128, 4) if scaled else (128, 128, 8)
+    tiles = -(-rows // block_m) * -(-width // block_n)
+    split = splits(tiles, block_m * block_n, shape.chunks)
+    limit = chunked_registers() if scaled and shape.chunks > 1 and not split else None
+    x_desc = TensorDescriptor.from_tensor(x, [block_m, shape.block_k])
+    w_desc = TensorDescriptor.from_tensor(weight, [block_n, shape.block_k])
+    kernel.many_rows[(tiles * (shape.chunks if split else 1),)](
+        x_desc, x_scales, w_desc, w_scales, *workspace(x.device), out, rows, width, x.shape[1],
+        shape.chunks, block_m, block_n, shape.block_k, shape.chunks > 1, split, scaled, 16, 3,
+        num_warps=warps, maxnreg=limit,
     )  # fmt: skip

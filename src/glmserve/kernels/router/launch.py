@@ -47,10 +47,9 @@ def route(
         parts = torch.empty(1, rows, experts, dtype=torch.float32, device=x.device)
         x_desc = TensorDescriptor.from_tensor(x, [128, block_k])
         g_desc = TensorDescriptor.from_tensor(gate, [128, block_k])
-        per = -(-(depth // block_k) // chunks)
         linear_kernel.many_rows[(-(-rows // 128) * -(-experts // 128),)](
-            x_desc, x, g_desc, gate, parts, rows, experts, depth, per, 128, 128, block_k,
-            chunks > 1, False, 16, 3, False, num_warps=8,
+            x_desc, x, g_desc, gate, parts, parts, parts, rows, experts, depth, chunks,
+            128, 128, block_k, chunks > 1, False, False, 16, 3, num_warps=8,
         )  # fmt: skip
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)

@@ -38,26 +38,26 @@ def swiglu_rows(
     COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (r, b): groups [b * BLOCK, (b + 1) * BLOCK) of row r.
+    """Program (r, b): groups [b * BLOCK, (b + 1) * BLOCK) of rows r, r + programs, ...
 
     gate_up [PARTS, rows, 2 inner], `stride` elements between parts; out [rows, inner] bf16, or e4m3
     with scales [groups, rows]. COUNTED: only the first count[0] rows exist.
     """
-    row = tl.program_id(0).to(tl.int64)
-    exists = True
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < inner
+    existing = rows
     if COUNTED:
-        exists = row < tl.load(count)
-    if exists:
-        group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = column < inner
-        at = row * 2 * inner + column
+        existing = tl.load(count)
+    wide = inner.to(tl.int64)  # the interpreter's loop variables are plain numbers
+    for row in tl.range(tl.program_id(0), existing, tl.num_programs(0)):
+        at = row * (2 * wide) + column
         gate = _sum_of_parts(gate_up, at, inside, stride, PARTS)
         up = _sum_of_parts(gate_up, at + inner, inside, stride, PARTS)
         result = to_bf16(gate * tl.sigmoid(gate) * up)
         if QUANTISE:
             quantised, scale = quantise_groups(result.to(tl.float32))
-            tl.store(out + row * inner + column, quantised, mask=inside)
+            tl.store(out + row * wide + column, quantised, mask=inside)
             tl.store(scales + group * rows + row, scale, mask=group * GROUP < inner)
         else:
-            tl.store(out + row * inner + column, result, mask=inside)
+            tl.store(out + row * wide + column, result, mask=inside)

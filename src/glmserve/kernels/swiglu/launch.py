@@ -10,6 +10,7 @@ from ..quantise.reference import GROUP, QuantRows
 from . import kernel
 
 _BLOCK = 4  # groups of 128 columns a program
+_COUNTED_PROGRAMS = 1024
 
 
 def unserved(dtype: torch.dtype) -> dict[str, object]:
@@ -46,7 +47,9 @@ def _launch(
 ) -> None:
     splits, rows, wide = parts.shape
     inner = wide // 2
-    grid = (rows, -(-inner // (_BLOCK * GROUP)))
+    # Rows that only a device counter knows are not worth a program each.
+    programs = rows if count is None else min(rows, _COUNTED_PROGRAMS)
+    grid = (programs, -(-inner // (_BLOCK * GROUP)))
     kernel.swiglu_rows[grid](
         parts, out, scales, out if count is None else count, rows, inner, parts.stride(0),
         splits, scales is not out, count is not None, _BLOCK, num_warps=4,
