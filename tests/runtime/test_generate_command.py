@@ -38,6 +38,17 @@ def test_json_and_text_say_the_same(checkpoint: Path, capsys: pytest.CaptureFixt
     assert summary["finish_reason"] == "length"
 
 
+def test_a_form_is_followed_or_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", "--checkpoint", str(checkpoint), "--prompt", "x", "--seed", "3"]
+    assert cli.main([*command, "--structured-outputs", '{"regex": "[0-9]{4}"}']) == 0
+    text = capsys.readouterr().out.removesuffix("\n")
+    assert len(text) == 4 and text.isdecimal()
+    assert cli.main([*command, "--response-format", '{"type": "xml"}']) == 1
+    assert "response_format.type" in capsys.readouterr().err
+
+
 def test_a_missing_checkpoint_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

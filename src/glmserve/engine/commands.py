@@ -13,6 +13,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from glmserve.errors import EngineError, InvalidInput
 from glmserve.generation_config import GenerationConfig
 from glmserve.messages import Chunk, IntArray, Request
 from glmserve.sampling_params import SamplingParams
+from glmserve.text.grammar import GrammarBuilder
 from glmserve.text.output import OutputProcessor
+from glmserve.text.output_constraint import take_constraint
 from glmserve.text.prompt import PromptBuilder
 
 DRAFTS = 5  # drafts that `logits --mtp` reports, as the golden does
@@ -61,6 +64,8 @@ def add_subcommands(subparsers: Any) -> None:
     generate.add_argument("--repetition-penalty", type=float)
     generate.add_argument("--logprobs", type=int, help="alternatives reported with each token")
     generate.add_argument("--ignore-eos", action="store_true")
+    generate.add_argument("--response-format", metavar="JSON", help="OpenAI's object")
+    generate.add_argument("--structured-outputs", metavar="JSON", help="vLLM's object")
     generate.add_argument("--pages", type=int, help="cache pages of 64 tokens")
     generate.add_argument("--max-rows", type=int, help="sequences that run at the same time")
     generate.add_argument("--repeat", type=int, default=1, help="run it again: prefix hits")
@@ -208,6 +213,9 @@ _SAMPLING = (
 )
 
 
+_FORMS = ("response_format", "structured_outputs")
+
+
 def run_generate(args: argparse.Namespace) -> int:
     """Prints the completion as it comes; the finish reason and counts go to stderr."""
     values = {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos}
@@ -216,6 +224,10 @@ def run_generate(args: argparse.Namespace) -> int:
     sampling = SamplingParams.from_mapping(values, defaults)
     prompts = PromptBuilder(args.checkpoint, worker=False)
     prompt = prompts.from_text(args.prompt)
+    form = take_constraint({key: getattr(args, key) for key in _FORMS})
+    grammar = GrammarBuilder(prompts.tokenizer).build(form, prompt.options)
+    if grammar is not None:
+        sampling = replace(sampling, grammar=grammar.text, grammar_after=grammar.after)
     config = _engine_config(args, num_pages=args.pages, max_rows=args.max_rows)
     client = EngineClient.start(config, _progress)
     try:
