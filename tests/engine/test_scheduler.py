@@ -39,7 +39,7 @@ class Harness:
 
     def output(self, uid: str) -> list[int]:
         mine = [chunk for chunk in self.chunks if chunk.uid == uid]
-        assert [chunk.index for chunk in mine] == list(range(len(mine)))
+        assert [chunk.number for chunk in mine] == list(range(len(mine)))
         assert [c.finish_reason is not None for c in mine] == [False] * (len(mine) - 1) + [True]
         tokens = [token for chunk in mine for token in chunk.token_ids]
         assert mine[-1].num_output_tokens == len(tokens)

@@ -112,7 +112,7 @@ def tokens_of(client: EngineClient, batch: bool) -> dict[str, list[int]]:
         for request in group:
             client.submit(request)
         for uid, chunks in collect(client, [r.uid for r in group]).items():
-            assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+            assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
             tokens[uid] = [token for chunk in chunks for token in chunk.token_ids]
             assert chunks[-1].finish_reason == "length"
             assert chunks[-1].num_output_tokens == len(tokens[uid]) == NEW

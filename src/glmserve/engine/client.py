@@ -169,9 +169,10 @@ class EngineClient:
                     self._chunks.extend(message.chunks)
                     self._arrived.notify_all()
         except (EOFError, OSError):
-            pass
-        if failure is None and not self._closing:
-            failure = self._describe_exit()
+            if not self._closing:
+                failure = self._describe_exit()
+        except Exception as error:  # whatever it is, nobody may wait for chunks for ever
+            failure = f"the connection to the engine broke: {error!r}"
         with self._arrived:
             self._failure = failure or "the engine was closed"
             self._arrived.notify_all()

@@ -76,7 +76,11 @@ class EngineProcess:
         assert isinstance(message, RanksReady), message
         generation = GenerationConfig.from_directory(self.config.checkpoint)
         eos = generation.eos_token_ids or self.model.eos_token_id
-        self.scheduler = Scheduler(self.config, eos, self._grammars(eos))
+        grammars = Grammars(
+            lambda: grammar_vocabulary(Tokenizer(self.config.checkpoint), eos),
+            self.model.vocab_size,
+        )
+        self.scheduler = Scheduler(self.config, eos, grammars)
         return EngineInfo(
             vocab_size=self.model.vocab_size,
             max_model_len=self.config.max_model_len,
@@ -86,14 +90,6 @@ class EngineProcess:
             rank_pids=self.ranks.pids,
             parameter_bytes=message.parameter_bytes,
             share_bytes=message.share_bytes,
-        )
-
-    def _grammars(self, eos: tuple[int, ...]) -> Grammars | None:
-        directory = Path(self.config.checkpoint)
-        if not (directory / "tokenizer.json").exists():
-            return None
-        return Grammars(
-            lambda: grammar_vocabulary(Tokenizer(directory), eos), self.model.vocab_size
         )
 
     def serve(self) -> None:
@@ -124,9 +120,7 @@ class EngineProcess:
             return
         self._emit(
             [
-                dataclasses.replace(
-                    chunk, finish_reason="error", error=reason, error_code="INTERNAL"
-                )
+                chunk._replace(finish_reason="error", error=reason, error_code="INTERNAL")
                 for chunk in self.scheduler.cancel(None)
             ]
         )

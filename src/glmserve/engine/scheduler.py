@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from glmserve.config import PAGE_SIZE, EngineConfig
-from glmserve.engine.grammar_state import Grammars, Mask
+from glmserve.engine.grammar_state import Grammars, step_masks
 from glmserve.engine.page_pool import PagePool
 from glmserve.engine.sequence import Sequence
 from glmserve.engine.stats import StatsCollector
@@ -34,8 +34,6 @@ from glmserve.messages import (
     StepResult,
 )
 
-_MASK_BYTES = 2 << 20  # of one message of masks; the ring holds several
-
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
@@ -50,10 +48,10 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: None where requests cannot bring any, for want of a tokenizer."""
         self.config = config
         self.grammars = grammars
         self.eos_token_ids = eos_token_ids
+        self._lookahead = config.lookahead
         self.pool = PagePool(config.num_pages, config.page_seed)
         self.waiting: list[Sequence] = []  # both in order: (priority, arrival)
         self.running: list[Sequence] = []  # preemption takes from the end
@@ -96,21 +94,7 @@ class Scheduler:
             order=(request.sampling.priority, self._arrivals),
             deadline=math.inf if seconds is None else now + seconds,
         )
-        if request.sampling.grammar is not None:
-            if self.grammars is None:
-                return Chunk(
-                    request.uid,
-                    0,
-                    finish_reason="error",
-                    num_prompt_tokens=len(request.prompt),
-                    error="grammar: this checkpoint has no tokenizer",
-                    error_code="INVALID_ARG",
-                )
-            sequence.grammar = self.grammars.start(
-                request.sampling.grammar,
-                request.sampling.grammar_after,
-                sequence.stop_token_ids(self.eos_token_ids),
-            )
+        sequence.start_grammar(self.grammars, self.eos_token_ids)
         self._by_uid[request.uid] = sequence
         self._next_deadline = min(self._next_deadline, sequence.deadline)
         self.stats.arrived(len(request.prompt))
@@ -187,40 +171,33 @@ class Scheduler:
         return StepPlan(step, tuple(admit), tuple(grants), tuple(prefill), rows, masked)
 
     def masks(self, plan: StepPlan) -> Iterator[StepMasks]:
-        """What the plan's rows with a grammar may draw, in parts that fit the ring.
-
-        To be called once the plan is sent: the ranks need it after their forward pass.
-        """
+        """What the plan's rows with a grammar may draw; to be called once the plan is sent."""
         places = dict.fromkeys(plan.decode, self.config.drafts + 1)
         places |= {chunk.row: 1 for chunk in plan.prefill if chunk.final}
-        rows: list[int] = []
-        masks: list[Mask] = []
-        for row, count in places.items():
-            sequence = self._by_row[row]
-            if sequence.grammar is None:
-                continue
-            if sum(mask.nbytes for mask in masks) > _MASK_BYTES:
-                yield StepMasks(plan.step, tuple(rows), tuple(masks), more=True)
-                rows, masks = [], []
-            early = sequence.request.sampling.min_tokens - len(sequence.output)
-            rows.append(row)
-            masks.append(sequence.grammar.masks(count, early))
-        yield StepMasks(plan.step, tuple(rows), tuple(masks))
+        asked = [
+            (row, s.grammar, count, s.request.sampling.min_tokens - len(s.output))
+            for row, count in places.items()
+            if (s := self._by_row[row]).grammar is not None
+        ]
+        return step_masks(plan.step, asked)
 
     def _plan_decode(self, grants: list[PageGrant]) -> list[Sequence] | None:
-        ready = [
-            s
-            for s in self.running
-            if not s.prefilling
-            and not s.surely_done
-            # A grammar's masks need every token before them.
-            and not (s.grammar and s.sampling_steps)
-        ]
+        """Rows that decode in this step; None when pages lack until results arrive."""
+        each = self.config.drafts + 1  # tokens that a step confirms at most
         planned: list[Sequence] = []
-        for sequence in ready:
-            if sequence.row < 0:  # preempted below, for an older one
+        for sequence in tuple(self.running):
+            in_flight = sequence.sampling_steps
+            if (
+                sequence.prefilled < sequence.context_length
+                # The steps in flight reach max_tokens even if each confirms one token.
+                or sequence.length + in_flight >= sequence.limit
+                # A grammar's masks need every token before them.
+                or (in_flight and sequence.grammar is not None)
+                or sequence.row < 0  # preempted below, for an older one
+            ):
                 continue
-            while not self._grow(sequence, sequence.longest(self.config.drafts), grants):
+            longest = sequence.length + in_flight * each
+            while not self._grow(sequence, longest, grants):
                 if self._busy:
                     # Preempting needs confirmed tokens: plan what fits, or wait for results.
                     return planned or None
@@ -258,7 +235,7 @@ class Scheduler:
             # A long prompt leaves half of the step to those behind it.
             others = candidates or (self.waiting[int(enters) :] and self._free_rows and not starved)
             share = -(-budget // 2) if others else budget
-            length = min(share, len(sequence.context) - start)
+            length = min(share, sequence.context_length - start)
             if not self._grow(sequence, start + length, grants, silent=enters):
                 if enters:
                     self._unmatch(sequence)
@@ -280,10 +257,10 @@ class Scheduler:
         """
         if sequence.request.sampling.prompt_logprobs is not None and not sequence.output:
             return  # they need every row of the prompt
-        keys = sequence.page_keys((len(sequence.context) - 1) // PAGE_SIZE)
+        keys = sequence.page_keys((sequence.context_length - 1) // PAGE_SIZE)
         sequence.pages = self.pool.match(keys)
         sequence.published = len(sequence.pages)
-        sequence.prefilled = sequence.computed = len(sequence.pages) * PAGE_SIZE
+        sequence.prefilled = len(sequence.pages) * PAGE_SIZE
 
     def _unmatch(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
@@ -293,8 +270,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_order)
         if not sequence.output:
-            sequence.cached = sequence.computed
-        self.stats.admitted(sequence.computed)
+            sequence.cached = sequence.prefilled
+        self.stats.admitted(sequence.prefilled)
         sequence.row = self._free_rows.pop()
         self._by_row[sequence.row] = sequence
         grants.append(PageGrant(sequence.row, 0, np.asarray(sequence.pages, dtype=np.int32)))
@@ -304,7 +281,7 @@ class Scheduler:
         self, sequence: Sequence, length: int, grants: list[PageGrant], silent: bool = False
     ) -> bool:
         """Makes the pages of `sequence` hold `length` tokens and what a step writes past them."""
-        slots = length + self.config.lookahead
+        slots = length + self._lookahead
         need = -(-slots // PAGE_SIZE) - len(sequence.pages)
         if need <= 0:
             return True
@@ -339,15 +316,16 @@ class Scheduler:
             self._publish(self._by_row[chunk.row], chunk.start + chunk.length)
         for out in result.outputs:
             sequence = self._by_row[out.row]
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 continue  # cancelled while the step was in flight
-            sequence.prompt_logprobs += out.prompt_logprobs
+            if out.prompt_logprobs:
+                sequence.prompt_logprobs += out.prompt_logprobs
             if not out.token_ids:
                 continue
             if sequence.grammar is not None and not self._follow(sequence, out):
                 chunks.append(sequence.chunk())
                 continue
-            sequence.output.extend(out.token_ids)
+            sequence.confirm(out.token_ids)
             self._publish(sequence, sequence.length - 1)  # the last token is not in the caches
             if out.stopped:
                 self._finish(sequence, "stop")
@@ -376,7 +354,6 @@ class Scheduler:
         Slot j of the MTP caches is made from token j and what lies before it, so a page's key
         covers it too (DESIGN §3.3).
         """
-        sequence.computed = computed
         full = computed // PAGE_SIZE
         if full > sequence.published:
             keys = sequence.page_keys(full)

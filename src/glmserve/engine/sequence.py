@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from glmserve.config import PAGE_SIZE
-from glmserve.engine.grammar_state import GrammarState
+from glmserve.engine.grammar_state import Grammars, GrammarState
 from glmserve.engine.page_pool import ROOT, chain_key
 from glmserve.messages import (
     Chunk,
@@ -39,7 +39,6 @@ class Sequence:
     published: int = 0  # leading pages that others can find
     cached: int = 0  # tokens that the first admission found in the prefix cache
     prefilled: int = 0  # tokens of the context that are cached or planned for prefill
-    computed: int = 0  # tokens whose cache entries are confirmed
     sampling_steps: int = 0  # steps in flight that sample this sequence
     last_step: int = -1  # newest step whose plan names the row
     finish_reason: FinishReason | None = None
@@ -50,45 +49,44 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not sent yet
     keys: list[bytes] = field(default_factory=list)  # of leading full pages, as far as needed
     context: IntArray = field(init=False)  # tokens to prefill: the prompt, and output if preempted
+    # Plain numbers, because planning reads them for every row of every step.
+    uid: str = field(init=False)
+    context_length: int = field(init=False)
+    prompt_length: int = field(init=False)
+    length: int = field(init=False)  # confirmed tokens, prompt and output
+    limit: int = field(init=False)  # length at which max_tokens is reached
 
     def __post_init__(self) -> None:
+        self.uid = self.request.uid
         self.context = self.request.prompt
-
-    @property
-    def uid(self) -> str:
-        return self.request.uid
+        self.context_length = self.prompt_length = self.length = len(self.context)
+        self.limit = self.prompt_length + self.max_tokens
 
     @property
     def prefilling(self) -> bool:
-        return self.prefilled < len(self.context)
+        return self.prefilled < self.context_length
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def remaining(self) -> int:
-        return self.max_tokens - len(self.output)
-
-    @property
-    def length(self) -> int:
-        """Confirmed tokens, prompt and output."""
-        return len(self.request.prompt) + len(self.output)
-
-    def longest(self, drafts: int) -> int:
-        """Tokens there may be once every step in flight has confirmed all that it can."""
-        return self.length + self.sampling_steps * (drafts + 1)
-
-    @property
-    def surely_done(self) -> bool:
-        """True when the steps in flight exhaust max_tokens even if each confirms one token."""
-        return self.sampling_steps >= self.remaining
+    def confirm(self, tokens: tuple[int, ...]) -> None:
+        self.output.extend(tokens)
+        self.length += len(tokens)
 
     def stop_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Ids that end it. A grammar's end is the answer's end, so eos cannot be ignored there."""
         s = self.request.sampling
         eos = () if s.ignore_eos and s.grammar is None else eos_token_ids
         return tuple(dict.fromkeys((*eos, *s.stop_token_ids)))
+
+    def start_grammar(self, grammars: Grammars | None, eos_token_ids: tuple[int, ...]) -> None:
+        """Begins to follow the request's grammar, if it has one."""
+        s = self.request.sampling
+        if s.grammar is not None:
+            assert grammars is not None
+            stops = self.stop_token_ids(eos_token_ids)
+            self.grammar = grammars.start(s.grammar, s.grammar_after, stops)
 
     def row_init(self, eos_token_ids: tuple[int, ...]) -> RowInit:
         """What the ranks need to know of this sequence when it takes its row."""
@@ -99,14 +97,14 @@ class Sequence:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
-            remaining=self.remaining,
+            remaining=self.limit - self.length,
             stop_token_ids=self.stop_token_ids(eos_token_ids),
             min_p=s.min_p,
             # Masks do this with a grammar, so that its end is not shut.
-            stops_from=0 if s.grammar is not None else len(self.request.prompt) + s.min_tokens,
+            stops_from=0 if s.grammar is not None else self.prompt_length + s.min_tokens,
             logprobs=s.logprobs,
             prompt_logprobs=None if self.output else s.prompt_logprobs,
-            prompt_length=len(self.request.prompt),
+            prompt_length=self.prompt_length,
             draft_script=self.request.draft_script,
             shaping=self._shaping(),
             grammar=s.grammar is not None,
@@ -126,8 +124,9 @@ class Sequence:
         self.context = np.concatenate(
             [self.request.prompt, np.asarray(self.output, dtype=np.int32)]
         )
+        self.context_length = len(self.context)
         self.pages, self.row = [], -1
-        self.prefilled = self.computed = self.published = 0
+        self.prefilled = self.published = 0
 
     def page_keys(self, count: int) -> list[bytes]:
         """Keys of the first `count` pages, which confirmed tokens fill. They never change."""
@@ -149,20 +148,22 @@ class Sequence:
 
     def chunk(self, out: RowOutput | None = None) -> Chunk:
         """The next chunk to send; carries the finish reason when the sequence has ended."""
-        tokens = out.token_ids if out else ()
-        prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
-        index, self.chunks_sent = self.chunks_sent, self.chunks_sent + 1
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if self.prompt_logprobs:
+            prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        number = self.chunks_sent
+        self.chunks_sent = number + 1
         return Chunk(
             self.uid,
-            index,
-            tokens,
+            number,
+            out.token_ids if out else (),
             self.finish_reason,
-            num_prompt_tokens=len(self.request.prompt),
-            num_output_tokens=len(self.output),
-            num_cached_tokens=self.cached,
-            logprobs=out.logprobs if out else (),
-            prompt_logprobs=prompt_logprobs,
-            error=self.error,
-            error_code=self.error_code,
-            stop_token=tokens[-1] if out and out.stopped else None,
+            self.prompt_length,
+            self.length - self.prompt_length,
+            self.cached,
+            out.logprobs if out else (),
+            prompt_logprobs,
+            self.error,
+            self.error_code,
+            out.token_ids[-1] if out and out.stopped else None,
         )

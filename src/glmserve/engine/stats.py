@@ -18,7 +18,7 @@ class StatsCollector:
 
     def __init__(self, drafts: int) -> None:
         self._drafts = drafts
-        self._steps = 0
+        self.steps = 0
         self._rows = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -38,21 +38,22 @@ class StatsCollector:
 
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """Takes in one executed step."""
-        self._steps += 1
+        self.steps += 1
         self._rows += result.rows_computed
-        decoding = set(plan.decode)
+        prompts = {chunk.row for chunk in plan.prefill}
+        accepted = self._accepted
         for out in result.outputs:
             self._generated += len(out.token_ids)
-            if out.row in decoding:
+            if out.row not in prompts:
                 self._drafted += self._drafts
                 for position in range(out.accepted_drafts):
-                    self._accepted[position] += 1
+                    accepted[position] += 1
 
     def snapshot(
         self, running: int, waiting: int, pages: int, free_pages: int, preemptions: int
     ) -> EngineStats:
         return EngineStats(
-            steps=self._steps,
+            steps=self.steps,
             rows=self._rows,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,

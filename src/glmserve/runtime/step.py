@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -86,7 +85,7 @@ class StepRunner:
     def _with_drafts(self, outputs: tuple[RowOutput, ...]) -> tuple[RowOutput, ...]:
         """Adds the new drafts of rows with a grammar: the engine makes masks along them."""
         return tuple(
-            replace(out, drafts=tuple(self.state.drafts[out.row].tolist()))
+            out._replace(drafts=tuple(self.state.drafts[out.row].tolist()))
             if self.grammar.has(out.row)
             else out
             for out in outputs
