@@ -14,10 +14,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from glmserve.config import EngineConfig
-from glmserve.engine import scheduler as scheduler_module
+from glmserve.engine import grammar_state
 from glmserve.engine.grammar_state import Grammars, Mask
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
+from glmserve.errors import CheckpointError
 from glmserve.messages import Cancel, Chunk, Request, StepMasks, decode
 from glmserve.sampling_params import SamplingParams
 from glmserve.text.grammar_vocabulary import GrammarVocabulary
@@ -305,7 +306,7 @@ def test_thinking_is_free_until_its_end(grammars: Grammars) -> None:
 def test_masks_larger_than_a_message_come_in_parts(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "_MASK_BYTES", 1)
+    monkeypatch.setattr(grammar_state, "_MESSAGE_BYTES", 1)
     harness = Harness(drafts=1)
     parts: list[int] = []
     send = harness.ranks.send
@@ -371,12 +372,16 @@ def test_the_vocabulary_is_made_once_with_the_first_grammar() -> None:
     assert harness.made == 1
 
 
-def test_without_a_tokenizer_a_grammar_is_refused() -> None:
+def test_without_a_tokenizer_a_grammar_is_the_requests_error() -> None:
+    def missing() -> GrammarVocabulary:
+        raise CheckpointError("/secret/path: no tokenizer.json")
+
     harness = Harness()
-    harness.scheduler.grammars = None
+    harness.scheduler.grammars = Grammars(missing, VOCAB)
     harness.loop.take([make_request("a", prompt_of(5, 1), 5, grammar=LETTERS)])
+    harness.run()
     assert harness.last("a").error_code == "INVALID_ARG"
-    assert harness.scheduler.idle
+    assert "no tokenizer" in harness.last("a").error and "secret" not in harness.last("a").error
 
 
 def test_following_grammars_loads_no_torch() -> None:

@@ -8,7 +8,7 @@ a matcher is kept in `error` for its own request. Making grammars is `text.gramm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from glmserve.errors import GlmServeError
+from glmserve.errors import CheckpointError
+from glmserve.messages import StepMasks
 from glmserve.text.grammar_vocabulary import GRAMMAR_LIMITS, GrammarVocabulary
 
 Mask = npt.NDArray[np.uint32]
+_MESSAGE_BYTES = 2 << 20  # of masks; the ring holds several messages
 _ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -77,7 +79,10 @@ class GrammarState:
         """
         try:
             masks = self._along_drafts(self._building.result(), places, early)
-        except (GlmServeError, ValueError, RuntimeError) as error:
+        except CheckpointError:  # its message is for the server's log
+            self.error = "grammar: this checkpoint has no tokenizer that could be used"
+            masks = []
+        except (ValueError, RuntimeError) as error:
             self.error = f"the grammar cannot be followed: {error}"
             masks = []
         return np.stack(masks or [np.full(self._grammars.words, _ALL)])
@@ -136,3 +141,18 @@ class GrammarState:
             longer = mask & ~self._grammars.bits(tuple(self._stop_ids))
             return longer if longer.any() else mask
         return mask
+
+
+def step_masks(
+    step: int, asked: Iterable[tuple[int, GrammarState, int, int]]
+) -> Iterator[StepMasks]:
+    """Messages with the masks of (row, state, places, early), in parts that fit the ring."""
+    rows: list[int] = []
+    masks: list[Mask] = []
+    for row, state, places, early in asked:
+        if sum(mask.nbytes for mask in masks) > _MESSAGE_BYTES:
+            yield StepMasks(step, tuple(rows), tuple(masks), more=True)
+            rows, masks = [], []
+        rows.append(row)
+        masks.append(state.masks(places, early))
+    yield StepMasks(step, tuple(rows), tuple(masks))
