@@ -37,6 +37,7 @@ class Act(IntEnum):
     SILENT = 4  # nothing for three seconds, as in a long prefill
     DIE = 5  # the engine fails when this request has four tokens
     QUEUE_FULL = 6  # refused with UNAVAILABLE
+    PLAY = 7  # answers with `allowed_token_ids` in their order, whose last id ends the answer
 
 
 def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -92,7 +93,10 @@ class ScriptedEngine:
         act = Act(request.sampling.seed or 0)
         prompt, limit = request.prompt.tolist(), request.sampling.max_tokens or 0
         delay = 3.0 if act is Act.SILENT else 0.0
-        row = _Row(request, answer(prompt, limit), act, time.monotonic() + delay)
+        ids = answer(prompt, limit)
+        if act is Act.PLAY:
+            ids = list(request.sampling.allowed_token_ids or ())
+        row = _Row(request, ids, act, time.monotonic() + delay)
         with self._changed:
             if act is Act.FAIL_AT_ONCE:
                 self._error(row, "the script failed", "INTERNAL")
@@ -148,7 +152,8 @@ class ScriptedEngine:
             done = row.sent == len(row.ids)
             if done:
                 del self._rows[row.request.uid]
-            self._emit(row, new, "length" if done else None)
+            reason = "stop" if row.act is Act.PLAY else "length"
+            self._emit(row, new, reason if done else None)
 
     def _error(self, row: _Row, reason: str, code: str) -> None:
         self._emit(row, [], "error", reason, code)
@@ -167,6 +172,7 @@ class ScriptedEngine:
             logprobs=logprobs(ids) if row.request.sampling.logprobs is not None else (),
             error=error,
             error_code=code,
+            stop_token=ids[-1] if finish == "stop" else None,
         )
         row.chunks += 1
         self._out.append(chunk)
