@@ -11,7 +11,7 @@ SHELL_SCRIPTS := .ci/run $(shell find scripts docker bench -name '*.sh')
 MODELS := $(wildcard model_repository/*/1/model.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-slow test-gpu bench-kernels lint format clean
+.PHONY: help setup serve test test-slow test-gpu aot bench-kernels lint format clean
 
 help:
 	@echo 'make setup        make $(VENV) with everything (serve and test do it themselves)'
@@ -19,6 +19,7 @@ help:
 	@echo 'make test         the tests that take minutes; TESTS=path, ARGS="-k name"'
 	@echo 'make test-slow    the rest; CI runs it too'
 	@echo 'make test-gpu     the tests that need an NVIDIA GPU'
+	@echo 'make aot          compile every kernel for sm_90 (no GPU), bench/results/aot.json'
 	@echo 'make bench-kernels  check and time the operators on this GPU'
 	@echo 'make lint         ruff, mypy --strict, shellcheck'
 	@echo 'make format       apply ruff fixes and formatting'
@@ -38,6 +39,10 @@ test: setup
 # A part of the tree without slow tests (pytest's status 5) is no failure.
 test-slow: setup
 	$(PYTEST) -m 'slow and not gpu' $(TESTS) $(ARGS) || [ $$? -eq 5 ]
+
+# Compiles every shipped kernel configuration for sm_90; needs no GPU.
+aot: setup
+	$(BIN)/python bench/aot.py $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu $(TESTS) $(ARGS)

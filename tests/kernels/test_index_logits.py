@@ -57,7 +57,8 @@ def compare(case: dict[str, torch.Tensor], per_sequence: int | None, first: int 
     got = index_logits(*inputs, context, per_sequence, True, CTAS)
     assert torch.equal(got.isneginf(), want.isneginf())
     seen = ~want.isneginf()
-    assert (got[seen] - want[seen]).norm() <= 1e-4 * want[seen].norm()
+    # The fp8 products of Hopper keep some 14 bits in their sums.
+    assert (got[seen] - want[seen]).norm() <= 4e-4 * want[seen].norm()
     loose = index_logits(*inputs, context, per_sequence, False, CTAS)
     assert torch.equal(loose[seen], got[seen])
 

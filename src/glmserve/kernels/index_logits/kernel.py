@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index scores in the Triton language, one form for decode, verify and prefill rows.
 
-Rows are taken in groups that share each key tile: the rows of one request (1 to 9), or eight rows
+Rows are taken in groups that share each key tile: the rows of one request (1 to 9), or six rows
 in a row whatever their requests. Groups lie one behind the other as a line of pages, and each of a
 fixed number of CTAs scores an equal stretch of that line; how long it is stands in device memory.
 Keys are on the M side of the products and two rows' heads (64 columns) on the N side. fp8 pages
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..triton_common import dot
 
 HEADS, DIM, PAGE = 32, 128, 64
-GROUP, GROUP_BF16 = 8, 4  # rows of a group where requests have any number of rows
+GROUP, GROUP_BF16 = 6, 4  # rows of a group where requests have any number of rows
 STAGES = 3
 SMS = 132  # multiprocessors of an H200; each takes three CTAs of up to 168 registers a thread
 _MANY_ROWS = 7  # from here on a thread needs more, and two CTAs fit
@@ -231,7 +231,7 @@ def index_logits(
         count = some.stop - begin
         groups = triton.cdiv(count, group)
         small = uniform and groups <= 16
-        three = uniform and group < _MANY_ROWS
+        three = fp8 and group < _MANY_ROWS
         score[(ctas or SMS * (3 if three else 2),)](
             query[some], head_weights[some], keys, index_cache, page_table, row_seq[some],
             last[some], out[some], count, groups, page_table.shape[1], out.shape[1], first,

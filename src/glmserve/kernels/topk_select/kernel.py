@@ -82,7 +82,7 @@ def _total(a, b):
 
 @triton.jit
 def _interpolate(v0, v1, c0, c1, rank):
-    """The key where a straight line from count c0 at value v0 to c1 at v1 has `rank`."""
+    """The key where a straight line from log count c0 at value v0 to c1 at v1 has `rank`."""
     part = (c0 - rank) / (c0 - c1)
     part = tl.minimum(tl.maximum(part, 0.0), 1.0)
     return _to_key(v0 * (1.0 - part) + v1 * part)
@@ -130,10 +130,12 @@ def _threshold(keys, least, largest, there, need, slack):
         else:
             v0 = _to_value(low.to(tl.int32))
             v1 = _to_value((high - 1).to(tl.int32))
-            f0 = c0.to(tl.float32)
-            f1 = c1.to(tl.float32)
-            goal = need.to(tl.float32) + slack * 0.5
-            margin = tl.maximum((f0 - f1) * 0.0625, 0.6)
+            # The tail of scores falls like an exponential: its log count is nearly a line.
+            f0 = tl.log2(c0.to(tl.float32))
+            f1 = tl.log2(tl.maximum(c1.to(tl.float32), 0.5))
+            target = need.to(tl.float32) + slack * 0.5
+            goal = tl.log2(target)
+            margin = tl.maximum((f0 - f1) * 0.0625, 0.87 / target)  # at least 0.6 of a count
             p1 = _interpolate(v0, v1, f0, f1, goal + margin)
             p2 = _interpolate(v0, v1, f0, f1, goal)
             p3 = _interpolate(v0, v1, f0, f1, goal - margin)
@@ -357,7 +359,7 @@ def topk_select(
             **shared,
             **shape,
             N=n,
-            num_warps=4 if n == 2048 else 8,
+            num_warps=4 if n == 2048 else 16,
         )
         return out
     chunks = triton.cdiv(width, CHUNK)
@@ -367,7 +369,7 @@ def topk_select(
     values = torch.empty(rows, SHORT, dtype=torch.int32, device=device)
     positions = torch.empty(rows, SHORT, dtype=torch.int32, device=device)
     sample[(rows,)](
-        logits, limits, least, width, first, **shared, N=16384 if width > 1 << 18 else 8192,
+        logits, limits, least, width, first, **shared, N=16384 if width > 1 << 17 else 4096,
         SHORT=SHORT, num_warps=16,
     )  # fmt: skip
     count_chunks[(chunks, rows)](
@@ -375,10 +377,10 @@ def topk_select(
     )
     collect[(chunks, rows)](
         logits, limits, least, counts, values, positions, width, first, chunks, **shared,
-        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=4,
+        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=8, maxnreg=128,
     )  # fmt: skip
     finish[(rows,)](
         logits, limits, counts, values, positions, out, width, first, chunks, **shared,
-        CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=8,
+        CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=16, maxnreg=128,
     )  # fmt: skip
     return out

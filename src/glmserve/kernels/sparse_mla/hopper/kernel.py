@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 HEADS, TILE = 8, 64
+STAGES = None
 _NEVER = gl.constexpr(-1.0e30)
 _FACTOR = gl.constexpr(64.0)
 
@@ -44,6 +45,12 @@ def _gather(
     scale = scales + slot_lane.to(gl.int64) * 164 + 128
     for g in gl.static_range(4):
         async_copy.async_copy_global_to_shared(s_buffers.index(stage * 4 + g), scale + g)
+
+
+@gluon.jit
+def _slots(mine, place, stop):
+    """Slots of a tile; what is unused or beyond the leaf reads slot 0 and counts for nothing."""
+    return gl.maximum(gl.load(mine + place, mask=place < stop, other=-1), 0)
 
 
 @gluon.jit
@@ -135,25 +142,20 @@ def attend(
     mine = slots + row * k
     t = gl.arange(0, 64, layout=gl.SliceLayout(1, BYTES))
     lane = gl.arange(0, 64, layout=LANES)
+    for s in gl.static_range(STAGES - 1):
+        at = _slots(mine, begin + s * 64 + t, stop)
+        at_lane = _slots(mine, begin + s * 64 + lane, stop)
+        _gather(
+            values, ropes, scales, k_buffers, r_buffers, s_buffers, at, at_lane, s, BYTES, HALVES
+        )
+        async_copy.commit_group()
+    at = _slots(mine, begin + (STAGES - 1) * 64 + t, stop)
+    at_lane = _slots(mine, begin + (STAGES - 1) * 64 + lane, stop)
     # How many tokens the leaf has: unused places are at the end of a selection.
     span = gl.arange(0, LEAF, layout=gl.SliceLayout(1, FOURS))
     all_slots = gl.load(mine + begin + span, mask=begin + span < stop, other=-1).to(gl.int32)
     count = gl.sum((all_slots >= 0).to(gl.int32), 0)
     tiles = (count + 63) // 64
-    final = begin + gl.maximum(count, 1) - 1
-
-    for s in gl.static_range(STAGES - 1):
-        if s < tiles:
-            at = gl.maximum(gl.load(mine + gl.minimum(begin + s * 64 + t, final)), 0)
-            at_lane = gl.maximum(gl.load(mine + gl.minimum(begin + s * 64 + lane, final)), 0)
-            _gather(
-                values, ropes, scales, k_buffers, r_buffers, s_buffers, at, at_lane, s, BYTES,
-                HALVES,
-            )  # fmt: skip
-        async_copy.commit_group()
-    ahead = begin + (STAGES - 1) * 64
-    at = gl.maximum(gl.load(mine + gl.minimum(ahead + t, final)), 0)
-    at_lane = gl.maximum(gl.load(mine + gl.minimum(ahead + lane, final)), 0)
 
     c = gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))
     d = gl.arange(0, 128, layout=gl.SliceLayout(0, QUERY))
@@ -227,8 +229,8 @@ def attend(
             )  # fmt: skip
         async_copy.commit_group()
         ahead = begin + (i + STAGES) * 64
-        at = gl.maximum(gl.load(mine + gl.minimum(ahead + t, final)), 0)
-        at_lane = gl.maximum(gl.load(mine + gl.minimum(ahead + lane, final)), 0)
+        at = _slots(mine, ahead + t, stop)
+        at_lane = _slots(mine, ahead + lane, stop)
         g0 = s_buffers.index(kb).load(gl.SliceLayout(1, MMA8))
         g1 = s_buffers.index(kb + 1).load(gl.SliceLayout(1, MMA8))
         g2 = s_buffers.index(kb + 2).load(gl.SliceLayout(1, MMA8))
@@ -305,5 +307,5 @@ def launch(
     rows, k = slots.shape
     attend[(rows * leaves,)](
         query, cache, slots, out, lse, scale, k, leaves,
-        LEAF=triton.next_power_of_2(leaf), STAGES=2, PARTIAL=leaves > 1, PDL=pdl, num_warps=4,
+        LEAF=triton.next_power_of_2(leaf), STAGES=STAGES or (4 if rows * leaves <= 132 else 2), PARTIAL=leaves > 1, PDL=pdl, num_warps=4,
     )  # fmt: skip
