@@ -79,12 +79,14 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     return row
 
 
-def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def write(path: Path, result: dict[str, Any]) -> None:
     """New rows replace old ones of the same operator and shape and keep their place."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     table = {(row["op"], row["shape"]): row for row in old}
-    table |= {(row["op"], row["shape"]): row for row in rows}
-    return [table[key] for key in sorted(table, key=lambda key: key[0])]
+    table |= {(row["op"], row["shape"]): row for row in result["rows"]}
+    rows = [table[key] for key in sorted(table, key=lambda key: key[0])]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
 
 
 def shown(value: float | None) -> str:
@@ -98,7 +100,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=500, help="start no case after this")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--merge", type=Path, help="only take over the rows of another such file")
     arguments = parser.parse_args()
+    if arguments.merge:
+        write(arguments.output, json.loads(arguments.merge.read_text()))
+        return 0
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
     failed = 0
@@ -136,14 +142,13 @@ def main() -> int:
                 f"  error {row['error']:.1e} {'' if row['right'] else 'WRONG'}",
                 flush=True,
             )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "card": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "date": date,
-        "rows": merged(arguments.output, rows),
+        "rows": rows,
     }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.output, result)
     return bool(failed)
 
 
