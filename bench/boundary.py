@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import statistics
 import sys
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 import triton
 
-from bench.kernels import RESULTS, merged
+from bench.kernels import RESULTS, write
 from glmserve.kernels.boundary import boundary_reference
 from glmserve.kernels.boundary.launch import boundary
 from glmserve.kernels.residual_norm.launch import residual_norm
@@ -143,9 +142,9 @@ def rank_main(rank: int, size: int, port: int, output: Path) -> None:
             "card": torch.cuda.get_device_name(),
             "versions": {"torch": torch.__version__, "triton": triton.__version__},
             "date": rows_of[0]["date"],
-            "rows": merged(output, rows_of),
+            "rows": rows_of,
         }
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        write(output, result)
     dist.destroy_process_group()
 
 

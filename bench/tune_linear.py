@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the K chunks and pipeline stages of few-row products on this GPU and writes them out.
 
-    python3 bench/tune_linear.py [OUTPUT.json] [--registers]   default: kernels/linear/configs.json
+    python3 bench/tune_linear.py [OUTPUT.json]   default: kernels/linear/configs.json
 
 Every weight of one rank of TP8 is timed at 1, 6 and 32 rows with each plan; the plan with the least
 sum of times over their best wins, because the chunks must not depend on the rows.
@@ -59,31 +59,10 @@ def tune(width: int, depth: int, fp8: bool) -> dict[str, int]:
     return {"chunks": winner.chunks, "stages": winner.stages}
 
 
-def tune_registers() -> int | None:
-    """A limit lets three many-row programs share a multiprocessor; what it spills is the sum of
-    earlier chunks, touched once a chunk. Chosen on the widest chunked product of a prefill."""
-    case = problem(8192, 3072, 6144, True, torch.bfloat16)
-    original, times = launch.chunked_registers, {}
-    for limit in (None, 168, 184):
-        launch.chunked_registers = lambda value=limit: value  # type: ignore[assignment]
-        case.launch(0)
-        torch.cuda.synchronize()
-        assert case.error() < 4e-3, limit
-        times[limit] = timed(case, 7)
-    launch.chunked_registers = original
-    print("register limit", {k: round(t, 1) for k, t in times.items()}, flush=True)
-    return min(times, key=lambda limit: times[limit])
-
-
 def main() -> None:
     path = ROOT / "src" / "glmserve" / "kernels" / "linear" / "configs.json"
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("--"):
+    if len(sys.argv) > 1:
         path = Path(sys.argv[1])
-    limit = tune_registers()
-    if "--registers" in sys.argv:  # only this, into the file as it is
-        made = {**json.loads(path.read_text()), "chunked_registers": limit}
-        path.write_text(json.dumps(made, indent=1) + "\n")
-        return
     weights = {}
     for kind, shapes in (("fp8", FP8), ("bf16", (*BF16, HEAD))):
         for width, depth in shapes:
@@ -91,7 +70,6 @@ def main() -> None:
     made = {
         "made_by": "bench/tune_linear.py",
         "card": torch.cuda.get_device_name(),
-        "chunked_registers": limit,
     }
     path.write_text(json.dumps({**made, "weights": weights}, indent=1) + "\n")
 

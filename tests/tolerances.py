@@ -20,8 +20,9 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "operator_fp64": (1e-12, 1e-12),
     "operator_fp32": (2e-5, 2e-5),
     "operator_bf16": (2e-2, 2e-2),
-    # fp8 rounds the rows of the second product: one flipped code moves a sum by 1/28 of a term.
-    "operator_quantised": (3e-2, 2e-2),
+    # fp8 rounds the rows of the second product: one flipped code moves a sum by 1/28 of a term,
+    # and the tests' outlier rows make terms of size 2.
+    "operator_quantised": (8e-2, 2e-2),
     # The same fp64 computation with sums split otherwise (ranks, chunks, batches), end to end.
     "same_fp64": (1e-9, 1e-9),
 }

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..linear.launch import chunked_registers, plan
+from ..linear.launch import plan
 from ..linear.reference import QuantWeight
 from ..quantise import launch as quantise_launch
 from ..quantise.reference import QuantRows
@@ -139,7 +139,7 @@ def grouped_linear(
         kernel.grouped_many[(pairs.max_tiles * columns,)](
             values, x_scales, w_desc, w_scales, *common, pairs.tile_count, values.shape[0], width,
             depth, depth // block_k // chunks, top_k, _MANY, 128, block_k, chunks > 1, scaled, 16,
-            3, num_warps=4, maxnreg=chunked_registers() if scaled and chunks > 1 else None,
+            3, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -41,11 +41,6 @@ def _configs() -> dict[str, Any]:
     return configs
 
 
-def chunked_registers() -> int | None:
-    """Register limit of a many-row fp8 program that adds chunks, None for no limit."""
-    return _configs().get("chunked_registers")
-
-
 @functools.cache
 def plan(width: int, depth: int, scaled: bool) -> Plan:
     """The plan of a [width, depth] weight, depth a multiple of 64 (128 when scaled)."""
@@ -148,11 +143,10 @@ def _many(
     block_m, block_n, warps = (64, 128, 4) if scaled else (128, 128, 8)
     tiles = -(-rows // block_m) * -(-width // block_n)
     split = splits(tiles, block_m * block_n, shape.chunks)
-    limit = chunked_registers() if scaled and shape.chunks > 1 and not split else None
     x_desc = TensorDescriptor.from_tensor(x, [block_m, shape.block_k])
     w_desc = TensorDescriptor.from_tensor(weight, [block_n, shape.block_k])
     kernel.many_rows[(tiles * (shape.chunks if split else 1),)](
         x_desc, x_scales, w_desc, w_scales, *workspace(x.device), out, rows, width, x.shape[1],
         shape.chunks, block_m, block_n, shape.block_k, shape.chunks > 1, split, scaled, 16, 3,
-        num_warps=warps, maxnreg=limit,
+        num_warps=warps,
     )  # fmt: skip
