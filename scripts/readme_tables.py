@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from glmserve import env
+from glmserve.server.metric_table import METRICS, PREFIX
 from glmserve.server.tensors import MODELS, Tensor
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -40,9 +41,19 @@ def _settings() -> str:
     return _table(("variable", "default", "meaning"), rows)
 
 
+def _metrics() -> str:
+    rows = []
+    for metric in METRICS:
+        kind = {"intervals": "histogram (counters)"}.get(metric.kind, metric.kind)
+        label = f"`{metric.label}`" if metric.label else ""
+        rows.append((f"`{PREFIX}{metric.name}`", kind, label, metric.doc))
+    return _table(("metric", "kind", "label", "meaning"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ensemble-inputs": lambda: _tensors(MODELS["ensemble"].inputs),
     "ensemble-outputs": lambda: _tensors(MODELS["ensemble"].outputs),
+    "metrics": _metrics,
     "settings": _settings,
 }
 

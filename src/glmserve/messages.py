@@ -75,6 +75,7 @@ class Chunk(NamedTuple):
     error: str = ""  # set when finish_reason is "error"
     error_code: str = ""  # status of the error: INVALID_ARG, UNAVAILABLE, INTERNAL
     stop_token: int | None = None  # the id that ended the request, if one did
+    queued: float = 0.0  # seconds from its arrival until it was admitted
 
 
 @dataclass(frozen=True)

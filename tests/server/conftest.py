@@ -30,6 +30,14 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def drafting(checkpoint: Path) -> Iterator[Server]:
+    """A server with the real engine on one rank and two drafts a step."""
+    options = ["--checkpoint", str(checkpoint), "--ranks", "1", "--device", "cpu"]
+    with Server(*options, GLMSERVE_DRAFTS="2") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def scripted(checkpoint: Path) -> Iterator[Server]:
     """A server whose tokens come from a script (`scripted_engine.py`)."""
     with Server(

@@ -82,7 +82,7 @@ class Server:
         self.log: list[str] = []
         for pipe in (self.process.stdout, self.process.stderr):
             threading.Thread(target=self._collect, args=(pipe,), daemon=True).start()
-        self.http_port = self.grpc_port = 0
+        self.http_port = self.grpc_port = self.metrics_port = 0
         self.family: list[Process] = []
         self.curl = ""
         if wait:
@@ -108,8 +108,9 @@ class Server:
                 line = self.lines.get(timeout=0.2)
             except queue.Empty:
                 continue
-            if ready := re.match(r"ready: http [\d.]+:(\d+), grpc [\d.]+:(\d+)", line):
-                self.http_port, self.grpc_port = int(ready[1]), int(ready[2])
+            where = r"[\d.]+:(\d+)"
+            if ready := re.match(f"ready: http {where}, grpc {where}, metrics {where}", line):
+                self.http_port, self.grpc_port, self.metrics_port = map(int, ready.groups())
         wait_until(lambda: any("curl" in line for line in self.log), 5.0, "the curl line")
         self.curl = next(line for line in self.log if "curl" in line).strip()
         self.family = descendants(self.process.pid)
@@ -167,8 +168,11 @@ class Server:
 
     # -- HTTP -----------------------------------------------------------------------------------
 
-    def _http(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=60)
+    def _http(
+        self, method: str, path: str, body: str | None = None, port: int = 0
+    ) -> tuple[int, str]:
+        port = port or self.http_port
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()
@@ -178,6 +182,23 @@ class Server:
 
     def ready(self, model: str = "ensemble") -> bool:
         return self._http("GET", f"/v2/models/{model}/ready")[0] == 200
+
+    def metrics(self) -> dict[str, float]:
+        """The series of glm_dsa on the metrics port: `name` or `name{label="value"}` -> value.
+
+        The labels that all of them have are checked and left out.
+        """
+        _, text = self._http("GET", "/metrics", port=self.metrics_port)
+        series: dict[str, float] = {}
+        for line in text.splitlines():
+            if found := re.fullmatch(r"glm_dsa:(\w+)\{(.*)\} (\S+)", line):
+                labels = found[2].split(",")
+                assert {'model="glm_dsa"', 'version="1"'} <= set(labels), line
+                own = [label for label in labels if label.split("=")[0] not in ("model", "version")]
+                name = found[1] + ("{" + ",".join(own) + "}" if own else "")
+                assert name not in series, line
+                series[name] = float(found[3])
+        return series
 
     def generate(self, **body: Any) -> tuple[int, dict[str, Any]]:
         status, text = self._http("POST", "/v2/models/ensemble/generate", json.dumps(body))

@@ -19,7 +19,7 @@ from typing import Self
 from glmserve.config import EngineConfig
 from glmserve.engine.admission import check_request
 from glmserve.errors import EngineError
-from glmserve.messages import Chunk, EngineInfo, Request, TokenLogprobs
+from glmserve.messages import Chunk, EngineInfo, EngineStats, Request, TokenLogprobs
 from glmserve.model_config import ModelConfig
 
 STEP = 3  # ids of a chunk: 1, 2, 3, 1, 2, 3 ...
@@ -63,6 +63,7 @@ class _Row:
 @dataclass
 class ScriptedEngine:
     info: EngineInfo
+    stats: EngineStats | None = None  # it has none
     _rows: dict[str, _Row] = field(default_factory=dict)
     _out: deque[Chunk] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -27,37 +25,31 @@ MESSAGES = json.dumps([{"role": "user", "content": "Who?"}])
 SAMPLED = {"temperature": 1.0, "seed": 7, "max_tokens": 600}
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    options = ["--checkpoint", str(checkpoint), "--ranks", "1", "--device", "cpu"]
-    with Server(*options, GLMSERVE_DRAFTS="2") as server:
-        yield server
-
-
 def _end_thinking(token: int) -> str:
     """Sampling parameters that make random weights stop thinking soon."""
     return json.dumps({"logit_bias": {str(token): 4.0}})
 
 
-def test_a_schema_is_followed_in_a_stream(server: Server) -> None:
+def test_a_schema_is_followed_in_a_stream(drafting: Server) -> None:
     sampling = json.dumps({"response_format": FORMAT})
-    streamed = server.grpc_stream(
+    streamed = drafting.grpc_stream(
         text_input="Say:", stream=True, sampling_parameters=sampling, **SAMPLED
     )
     assert (streamed.finish_reason, streamed.finals) == ("stop", 1)
     jsonschema.validate(json.loads(streamed.text), SCHEMA)
-    status, body = server.generate(text_input="Say:", response_format=json.dumps(FORMAT), **SAMPLED)
+    form = json.dumps(FORMAT)
+    status, body = drafting.generate(text_input="Say:", response_format=form, **SAMPLED)
     assert status == 200 and body["text_output"] == streamed.text
 
 
-def test_thinking_comes_before_the_form_and_before_a_call(server: Server, tokenizer: Any) -> None:
+def test_thinking_comes_before_the_form_and_before_a_call(drafting: Server, tokenizer: Any) -> None:
     end = tokenizer.marker_id("</think>")
     asked = {"messages": MESSAGES, "sampling_parameters": _end_thinking(end), **SAMPLED}
-    status, body = server.generate(response_format=json.dumps(FORMAT), **asked)
+    status, body = drafting.generate(response_format=json.dumps(FORMAT), **asked)
     assert status == 200 and body["finish_reason"] == "stop", body
     assert body["reasoning_content"]
     jsonschema.validate(json.loads(body["text_output"]), SCHEMA)
-    status, body = server.generate(tools=json.dumps([TOOL]), tool_choice="required", **asked)
+    status, body = drafting.generate(tools=json.dumps([TOOL]), tool_choice="required", **asked)
     assert status == 200 and body["finish_reason"] == "tool_calls", body
     assert body["reasoning_content"] and not body["text_output"]
     arguments: dict[int, str] = {}
@@ -69,8 +61,8 @@ def test_thinking_comes_before_the_form_and_before_a_call(server: Server, tokeni
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_tensorrt_llms_guides_are_followed(server: Server) -> None:
-    status, body = server.generate(
+def test_tensorrt_llms_guides_are_followed(drafting: Server) -> None:
+    status, body = drafting.generate(
         text_input="Say:",
         guided_decoding_guide_type="regex",
         guided_decoding_guide="(yes|no), [0-9]{2}",
@@ -80,8 +72,8 @@ def test_tensorrt_llms_guides_are_followed(server: Server) -> None:
     assert body["text_output"][:-4] in ("yes", "no")
 
 
-def test_a_stop_string_cuts_what_a_grammar_writes(server: Server) -> None:
-    status, body = server.generate(
+def test_a_stop_string_cuts_what_a_grammar_writes(drafting: Server) -> None:
+    status, body = drafting.generate(
         text_input="Say:",
         guided_decoding_guide_type="regex",
         guided_decoding_guide="a{3}b{400}",
@@ -106,8 +98,8 @@ def test_a_stop_string_cuts_what_a_grammar_writes(server: Server) -> None:
         ),
     ],
 )
-def test_a_bad_schema_is_refused(server: Server, tensors: dict[str, str], field: str) -> None:
-    status, body = server.generate(text_input="Say:", **tensors)
+def test_a_bad_schema_is_refused(drafting: Server, tensors: dict[str, str], field: str) -> None:
+    status, body = drafting.generate(text_input="Say:", **tensors)
     assert status == 400
     assert body["error"].startswith(f"{field}: ") or f" {field}: " in body["error"]
-    assert server.status()["running"] == 0
+    assert drafting.status()["running"] == 0

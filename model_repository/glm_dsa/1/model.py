@@ -6,6 +6,7 @@ Threads of this stub process, which never touches a GPU:
   sender     owns the running requests, sends every response, polls for cancelled clients
   receiver   takes chunks from the engine and queues them for the sender
   engine-*   the engine client's: reads the engine's connection, watches its process
+  metrics    publishes what was counted, twice a second; all its calls go to the server
   relay      serves the socket through which postprocess and the launcher speak to this stage
 """
 
@@ -22,6 +23,7 @@ from glmserve.generation_config import GenerationConfig
 from glmserve.server import pb_tensors, relay, settings
 from glmserve.server.engine_source import engine_starter
 from glmserve.server.glm_stage import GlmStage
+from glmserve.server.metrics import Metrics
 from glmserve.server.stage_messages import TokensResponse
 from glmserve.server.stop_watch import StopWatches
 from glmserve.server.tensors import MODELS
@@ -51,6 +53,10 @@ class _Responder:
         return bool(self._sender.is_cancelled())
 
 
+def _make_family(kind: str, name: str, doc: str) -> Any:
+    return pb.MetricFamily(name=name, description=doc, kind=getattr(pb.MetricFamily, kind))
+
+
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings.apply_parameters(args["model_config"])
@@ -63,6 +69,9 @@ class TritonPythonModel:
             keep_alive=env.KEEP_ALIVE.get(),
             watch_stops=StopWatches(config.checkpoint),
         )
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        stage = self.stage
+        self.metrics = Metrics(_make_family, labels, stage.observations, stage.engine_stats)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -76,4 +85,5 @@ class TritonPythonModel:
                 self.stage.submit(parsed, responder)
 
     def finalize(self) -> None:
+        self.metrics.close()
         self.stage.close()

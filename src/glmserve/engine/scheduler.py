@@ -57,6 +57,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # preemption takes from the end
         self._arrivals = 0
         self._next_deadline = math.inf
+        self._now = 0.0  # time.monotonic() when requests were last looked at
         self.preemptions = 0
         self.stats = StatsCollector(config.drafts)
         self._by_uid: dict[str, Sequence] = {}
@@ -93,6 +94,7 @@ class Scheduler:
             max_tokens,
             order=(request.sampling.priority, self._arrivals),
             deadline=math.inf if seconds is None else now + seconds,
+            arrived=now,
         )
         sequence.start_grammar(self.grammars, self.eos_token_ids)
         self._by_uid[request.uid] = sequence
@@ -118,6 +120,7 @@ class Scheduler:
     def expire(self, now: float) -> list[Chunk]:
         """Ends the requests whose deadline has passed, with what they have so far."""
         chunks: list[Chunk] = []
+        self._now = now
         if now < self._next_deadline:
             return chunks
         for sequence in [s for s in self._by_uid.values() if s.deadline <= now]:
@@ -271,6 +274,7 @@ class Scheduler:
         insort(self.running, sequence, key=_order)
         if not sequence.output:
             sequence.cached = sequence.prefilled
+            sequence.queued = self._now - sequence.arrived
         self.stats.admitted(sequence.prefilled)
         sequence.row = self._free_rows.pop()
         self._by_row[sequence.row] = sequence

@@ -33,6 +33,8 @@ class Sequence:
     max_tokens: int
     order: tuple[int, int]  # (priority, arrival): lower goes first
     deadline: float  # time.monotonic() at which it is ended
+    arrived: float = 0.0  # time.monotonic()
+    queued: float = 0.0  # seconds from its arrival until it was admitted
     output: list[int] = field(default_factory=list)  # confirmed tokens
     pages: list[int] = field(default_factory=list)  # physical, in logical order
     row: int = -1  # device row while running
@@ -166,4 +168,5 @@ class Sequence:
             self.error,
             self.error_code,
             out.token_ids[-1] if out and out.stopped else None,
+            self.queued,
         )

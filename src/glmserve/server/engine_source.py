@@ -17,11 +17,14 @@ from typing import Protocol
 from glmserve.config import EngineConfig
 from glmserve.engine.client import EngineClient
 from glmserve.errors import ConfigError
-from glmserve.messages import Chunk, Request
+from glmserve.messages import Chunk, EngineStats, Request
 
 
 class EngineSource(Protocol):
     """What the stage needs of an engine; `engine.client.EngineClient` says what each one means."""
+
+    @property
+    def stats(self) -> EngineStats | None: ...
 
     def submit(self, request: Request) -> None: ...
     def cancel(self, uid: str) -> None: ...

@@ -24,8 +24,9 @@ from typing import Any, Final
 
 from glmserve.config import EngineConfig
 from glmserve.errors import EngineError, GlmServeError, InvalidInput, Unavailable
-from glmserve.messages import Chunk
+from glmserve.messages import Chunk, EngineStats
 from glmserve.server.engine_source import StartEngine
+from glmserve.server.observations import Observations, Times
 from glmserve.server.relay import RelayServer, write_failure
 from glmserve.server.running import Responder, Running, StopWatch
 from glmserve.server.stage_messages import TokensRequest
@@ -39,6 +40,7 @@ _EXIT_WAIT: Final = 8.0  # seconds that the server gets to stop after the engine
 class _Submit:
     source: TokensRequest
     responder: Responder
+    arrived: float  # time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class GlmStage:
         self._state = "starting"
         self._progress = ""
         self._failure = ""
+        self.observations = Observations()
         self._relay = RelayServer(directory, self._on_relay)
         try:
             self._engine = start(config, self._on_progress)
@@ -106,11 +109,15 @@ class GlmStage:
 
     def submit(self, source: TokensRequest, responder: Responder) -> None:
         """Queues a request; every answer, also a refusal, comes from the sender thread."""
-        self._events.put(_Submit(source, responder))
+        self._events.put(_Submit(source, responder, time.monotonic()))
 
     def refuse(self, error: GlmServeError, responder: Responder) -> None:
         """Answers a request that could not be parsed, in its turn."""
         self._events.put(_Refuse(error, responder))
+
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's newest report about itself."""
+        return self._engine.stats
 
     def close(self) -> None:
         """Ends the engine, then the threads, then the relay. Called by the server's finalize."""
@@ -214,21 +221,25 @@ class GlmStage:
                 raise InvalidInput("request_uid", request.uid, "a request with it is running")
             self._engine.submit(request)
         except GlmServeError as error:
+            self.observations.finished["refused"] += 1
             with _reporting(request.uid):
                 event.responder.fail(error)
             return
-        running = Running(event.source, event.responder, time.monotonic())
+        times = Times(event.arrived)
+        running = Running(event.source, event.responder, times, sent_at=time.monotonic())
         settings = event.source.output_settings
         if request.sampling.stop and settings is not None and not event.source.stream:
             running.stop_watch = self._watch_stops(settings)
         self._running[request.uid] = running
 
     def _on_chunks(self, chunks: list[Chunk]) -> set[str]:
-        touched = set()
+        touched, now = set(), time.monotonic()
         for chunk in chunks:
             running = self._running.get(chunk.uid)
             if running is None or running.last is not None:  # ended by a stop string or its client
                 continue
+            if chunk.token_ids:
+                self.observations.tokens(running.times, len(chunk.token_ids), chunk.queued, now)
             running.pending.extend(chunk.token_ids)
             running.logprobs.extend(chunk.logprobs)
             running.prompt_logprobs.extend(chunk.prompt_logprobs)
@@ -258,7 +269,7 @@ class GlmStage:
             return {uid}
         self._cancel_in_engine(uid)
         if op == "stop":  # postprocess has already sent the last data response
-            del self._running[uid]
+            self._forget(running, "stop")
             with _reporting(uid):
                 running.responder.finish()
         return set()
@@ -299,7 +310,7 @@ class GlmStage:
             return
         if last is not None and last.finish_reason == "error" and running.index == 0:
             if not running.pending and not self._failure:
-                del self._running[uid]
+                self._forget(running, "refused" if last.error_code == "UNAVAILABLE" else "error")
                 with _reporting(uid):
                     running.responder.fail(_as_error(last))
                 return
@@ -308,7 +319,7 @@ class GlmStage:
     def _send(self, running: Running) -> None:
         last, response = running.last, running.take_response()
         if last is not None:
-            del self._running[running.uid]
+            self._forget(running, last.finish_reason or "")
             if running.acknowledges:
                 self._delivered[running.uid] = running.sent_at + _ACK_WAIT
         try:
@@ -317,6 +328,12 @@ class GlmStage:
             _report(running.uid, error)
             if self._running.pop(running.uid, None) is not None:
                 self._cancel_in_engine(running.uid)
+
+    def _forget(self, running: Running, reason: str) -> None:
+        """The last response of a request is on its way, or nobody waits for it."""
+        del self._running[running.uid]
+        prompt = running.source.request.prompt
+        self.observations.ended(running.times, len(prompt), reason, time.monotonic())
 
     def _fail_all(self, reason: str) -> None:
         """Ends every running request with an error that travels as data."""

@@ -16,6 +16,7 @@ import numpy as np
 from glmserve.errors import GlmServeError
 from glmserve.messages import Chunk, TokenLogprobs
 from glmserve.server.logprobs import encode_logprobs
+from glmserve.server.observations import Times
 from glmserve.server.stage_messages import TokensRequest, TokensResponse
 
 
@@ -43,6 +44,7 @@ class Running:
 
     source: TokensRequest
     responder: Responder
+    times: Times
     sent_at: float
     pending: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of `pending`, when asked for
