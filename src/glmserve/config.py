@@ -44,6 +44,7 @@ class EngineConfig:
     valid_tokens: int = 0  # ids below it may be drawn; 0 = every row of the head
     latent_norm_eps: float = 1e-5  # MODEL §8.1: 1e-6 for parity with transformers
     share_draft_index: bool = True  # later draft passes reuse the first pass's selection
+    allow_reference: bool = False  # on CUDA: plain torch where no Triton kernel serves the shape
     steps_in_flight: int = 2  # plans sent before the oldest result is needed
     page_seed: int | None = None  # hand pages out in a seeded random order (tests)
     capture_dir: str = ""  # rank 0 records what it computes there (offline commands)
@@ -136,6 +137,7 @@ def engine_config_from_env(**overrides: Any) -> EngineConfig:
         "max_model_len": env.MAX_MODEL_LEN.get(),
         "max_queue": env.MAX_QUEUE.get(),
         "latent_norm_eps": env.LATENT_NORM_EPS.get(),
+        "allow_reference": env.ALLOW_REFERENCE.get(),
     }
     values.update(given)
     values["checkpoint"] = os.path.abspath(values["checkpoint"]) if values["checkpoint"] else ""

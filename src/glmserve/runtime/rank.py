@@ -18,6 +18,7 @@ from glmserve.checkpoint.reader import load_weights
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.ring import BroadcastRing
+from glmserve.kernels.dispatch import allow_reference
 from glmserve.messages import Progress, RanksReady, StepMasks, decode, encode
 from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
@@ -45,6 +46,7 @@ def build(
         if results is not None:
             results.send(encode(Progress(line)))
 
+    allow_reference(config.allow_reference)
     with_mtp = config.drafts > 0
     weights = load_weights(
         Path(config.checkpoint),
@@ -74,7 +76,7 @@ def build(
         return cast(StepMasks, decode(plans.recv()))
 
     runner = StepRunner(config, decoder, mtp, caches, sampler, device, fetch_masks, capture)
-    counts = group.all_gather(torch.tensor([weights.parameter_bytes, share], dtype=torch.int64))
+    counts = group.all_gather(torch.tensor([weights.parameter_bytes, share], device=device))
     everyone = counts.tolist()
     return runner, RanksReady(tuple(c[0] for c in everyone), tuple(c[1] for c in everyone))
 

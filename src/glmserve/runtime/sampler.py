@@ -134,4 +134,4 @@ class Sampler:
         pairs = torch.stack([best.to(torch.float64), self.ids[index].to(torch.float64)], dim=1)
         everyone = self.group.all_gather(pairs)  # [N, R, 2]
         shard = ops.first_argmax(everyone[:, :, 0].T)[1]  # lower ranks hold lower ids
-        return everyone[shard, torch.arange(len(shard)), 1].to(torch.int64)
+        return everyone[shard, torch.arange(len(shard), device=shard.device), 1].to(torch.int64)

@@ -42,14 +42,14 @@ def latent_inputs(
         row = pack_latent_rows(rms_norm(kv_latent.float(), kv_norm.float(), eps), key_part)
     else:
         row = torch.cat((rms_norm(kv_latent, kv_norm, eps), key_part), -1)
-    latent_cache.index_copy_(0, slots, row)
+    latent_cache.index_copy_(0, slots.long(), row)
     if index_cache is not None and index_norm is not None:
         key = layer_norm(rest[:, : index_norm.weight.shape[0]], index_norm)
         key = torch.cat((rotate(key[:, :rope_dim], rope), key[:, rope_dim:]), -1)
         if index_cache.dtype == torch.uint8:
             write_index_rows(index_cache, slots, key.float())
         else:
-            index_cache.index_copy_(0, slots, key.to(dtype))
+            index_cache.index_copy_(0, slots.long(), key.to(dtype))
     return rms_norm(q_latent, q_norm, eps)
 
 
