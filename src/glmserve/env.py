@@ -127,6 +127,9 @@ LATENT_NORM_EPS = EnvVar(
     1e-5,
     "Epsilon of the latent norms (transformers: 1e-6).",
 )
+ALLOW_REFERENCE = EnvVar(
+    "GLMSERVE_ALLOW_REFERENCE", parse_bool, False, "CUDA: plain torch where no kernel serves."
+)
 MAX_QUEUE = EnvVar("GLMSERVE_MAX_QUEUE", int, 1024, "Waiting requests before UNAVAILABLE.")
 RUNTIME_DIR = EnvVar(
     "GLMSERVE_RUNTIME_DIR", str, "", "Private directory of the relay socket between the stages."
