@@ -12,7 +12,10 @@ from glmserve.kernels.topk_select import reference
 from glmserve.kernels.topk_select.kernel import topk_select
 
 K = 2048
-SPILLS = {"collect": "two registers beyond the 128 a thread that let two CTAs share an SM"}
+SPILLS = {
+    "collect": "twelve registers beyond the 64 a thread that let four CTAs share an SM; 192 rows "
+    "of 100K took 77 us without the limit and 65 with it on an H200",
+}
 PEERS = {
     (1, 8192): 4.86, (6, 8192): 4.93, (32, 8192): 5.1, (192, 8192): 7.51,
     (1, 102400): 8.27, (6, 102400): 8.35, (32, 102400): 21.2, (192, 102400): 75.25,

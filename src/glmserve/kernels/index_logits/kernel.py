@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index scores in the Triton language, one form for decode, verify and prefill rows.
 
-Rows are taken in groups that share each key tile: the rows of one request (1 to 9), or six rows
+Rows are taken in groups that share each key tile: the rows of one request (1 to 9), or four rows
 in a row whatever their requests. Groups lie one behind the other as a line of pages, and each of a
 fixed number of CTAs scores an equal stretch of that line; how long it is stands in device memory.
 Keys are on the M side of the products and two rows' heads (64 columns) on the N side. fp8 pages
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..triton_common import dot
 
 HEADS, DIM, PAGE = 32, 128, 64
-GROUP, GROUP_BF16 = 6, 4  # rows of a group where requests have any number of rows
+GROUP = 4  # rows of a group where requests have any number of rows
 STAGES = 3
 SMS = 132  # multiprocessors of an H200; each takes three CTAs of up to 168 registers a thread
 _MANY_ROWS = 7  # from here on a thread needs more, and two CTAs fit
@@ -111,38 +111,45 @@ def _score_pages(
         scale = next_scale
 
 
+@triton.jit(do_not_specialize=["rows"])
+def count_pages(last, pages, rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """How many pages each group of any rows sees."""
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    most = tl.zeros([BLOCK], tl.int32)
+    for r in tl.static_range(ROWS):
+        line = g * ROWS + r
+        seen = tl.load(last + line, mask=line < rows, other=-1).to(tl.int32)
+        most = tl.maximum(most, (seen + 64) // 64)
+    tl.store(pages + g, most, mask=g * ROWS < rows)
+
+
 @triton.jit
-def _pages(last, rows, groups, ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr):
-    """How many pages each group sees."""
+def _pages(last, pages, groups, ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr):
+    """How many pages each group sees; a request's last row sees the most."""
     g = tl.arange(0, GROUPS)
-    pages = tl.zeros([GROUPS], tl.int32)
     if UNIFORM:
         seen = tl.load(last + g * ROWS + ROWS - 1, mask=g < groups, other=-1).to(tl.int32)
-        pages = (seen + 64) // 64
+        return (seen + 64) // 64
     else:
-        for r in tl.static_range(ROWS):
-            line = g * ROWS + r
-            seen = tl.load(last + line, mask=line < rows, other=-1).to(tl.int32)
-            pages = tl.maximum(pages, (seen + 64) // 64)
-    return pages
+        return tl.load(pages + g, mask=g < groups, other=0)
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "table_width", "first"])
 def score(
-    query, weights, keys, cache, page_table, row_seq, last, out,
+    query, weights, keys, cache, page_table, row_seq, last, group_pages, out,
     rows, groups, table_width, width, first,
     ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A CTA's stretch of all groups' pages. UNIFORM: each group is one request's ROWS rows."""
-    all_pages = tl.sum(_pages(last, rows, groups, ROWS, UNIFORM, GROUPS), 0).to(tl.int64)
+    all_pages = tl.sum(_pages(last, group_pages, groups, ROWS, UNIFORM, GROUPS), 0).to(tl.int64)
     me = tl.program_id(0)
     at = (all_pages * me // tl.num_programs(0)).to(tl.int32)
     stop = (all_pages * (me + 1) // tl.num_programs(0)).to(tl.int32)
     while at < stop:
         # Found anew for each group: kept over the page loop it would cost a third of the registers.
         g = tl.arange(0, GROUPS)
-        pages = _pages(last, rows, groups, ROWS, UNIFORM, GROUPS)
+        pages = _pages(last, group_pages, groups, ROWS, UNIFORM, GROUPS)
         group = tl.sum((tl.cumsum(pages, 0) <= at).to(tl.int32), 0)
         before = tl.sum(tl.where(g < group, pages, 0), 0)
         here = tl.sum(tl.where(g == group, pages, 0), 0)
@@ -224,7 +231,7 @@ def index_logits(
         flat = index_cache.view(-1).view(torch.float8_e4m3fn).view(-1, DIM)
         keys = TensorDescriptor(flat, list(flat.shape), [DIM, 1], [PAGE, DIM])
     uniform = fp8 and rows_per_sequence is not None and rows_per_sequence <= 9
-    group = rows_per_sequence if uniform else GROUP if fp8 else GROUP_BF16
+    group = rows_per_sequence if uniform else GROUP
     most = _MOST_GROUPS * group
     for begin in range(0, rows, most):
         some = slice(begin, min(begin + most, rows))
@@ -232,9 +239,17 @@ def index_logits(
         groups = triton.cdiv(count, group)
         small = uniform and groups <= 16
         three = fp8 and group < _MANY_ROWS
-        score[(ctas or SMS * (3 if three else 2),)](
+        waves = SMS * (3 if three else 2)
+        pages = last
+        if not uniform:
+            pages = torch.empty(groups, dtype=torch.int32, device=query.device)
+            count_pages[(triton.cdiv(groups, 128),)](
+                last[some], pages, count, ROWS=group, BLOCK=128, num_warps=4
+            )
+            waves *= 4  # groups of few pages cost more than their pages say
+        score[(ctas or waves,)](
             query[some], head_weights[some], keys, index_cache, page_table, row_seq[some],
-            last[some], out[some], count, groups, page_table.shape[1], out.shape[1], first,
+            last[some], pages, out[some], count, groups, page_table.shape[1], out.shape[1], first,
             ROWS=group, UNIFORM=uniform, GROUPS=16 if small else _MOST_GROUPS, FP8=fp8,
             STAGES=STAGES if fp8 else 2, num_warps=4, maxnreg=168 if three else 255,
         )  # fmt: skip

@@ -88,9 +88,10 @@ def _write_output(target, acc, weight, dims, columns, HEADS: tl.constexpr, TWICE
 
 @triton.jit(do_not_specialize=["k", "leaves", "all_heads"])
 def attend_fp8(
-    query, cache, slots, out, lse, scale, k, leaves, all_heads,
+    query, cache, slots, out, lse, scale, fit, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
+    PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One leaf of one row for HEADS of the heads. `scale` includes log2(e)."""
     TWICE: tl.constexpr = HEADS == 8
@@ -132,10 +133,12 @@ def attend_fp8(
     q3 = _query_parts(q3, low, to_range)
     column_scale = scale * top * (1.0 / 448.0) * tl.where(c % 2 == 1, 0.0625, 1.0)
 
-    # Weights times scales go through f16; dividing by the leaf's largest scale keeps its range.
-    span = tl.arange(0, LEAF)
-    place = tl.load(mine + begin + span, mask=begin + span < stop, other=-1)
-    fit = _FACTOR / _above_all_scales(scales, place, WIDE)
+    # Weights times scales go through f16; `fit` keeps them in its range. Without a bound on the
+    # latents it comes from the leaf's largest scale.
+    if not BOUNDED:
+        span = tl.arange(0, LEAF)
+        place = tl.load(mine + begin + span, mask=begin + span < stop, other=-1)
+        fit = _FACTOR / _above_all_scales(scales, place, WIDE)
 
     m = tl.full([P_COLUMNS], _NEVER, tl.float32)
     total = tl.zeros([P_COLUMNS], tl.float32)
@@ -207,9 +210,10 @@ def attend_fp8(
 
 @triton.jit(do_not_specialize=["k", "leaves", "all_heads"])
 def attend_bf16(
-    query, cache, slots, out, lse, scale, k, leaves, all_heads,
+    query, cache, slots, out, lse, scale, fit, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
+    PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As attend_fp8, on rows of 576 bf16 values."""
     TWICE: tl.constexpr = HEADS == 8
@@ -331,6 +335,6 @@ def merge_head(
     size = tl.load(lse + at, mask=s < leaves, other=_NEVER)
     share = tl.where(size > _NEVER, tl.exp2(size - tl.max(size, 0)), 0.0)
     share = share / tl.maximum(tl.sum(share, 0), 1e-30)
-    x = tl.load(partial + at[:, None] * 512 + d[None, :], mask=(s < leaves)[:, None], other=0.0)
+    x = tl.load(partial + at[:, None] * 512 + d[None, :], mask=(size > _NEVER)[:, None], other=0.0)
     total = tl.sum(x.to(tl.float32) * share[:, None], 0)
     tl.store(out + line * 512 + d, to_bf16(total))

@@ -39,6 +39,7 @@ def sparse_mla(
     latent_cache: torch.Tensor,
     slots: torch.Tensor,
     scale: float,
+    latent_bound: float | None = None,
     plain: bool = False,
 ) -> torch.Tensor:
     """As the operator. Many rows (prefill) take each row's selection as one leaf, unmerged.
@@ -67,15 +68,18 @@ def sparse_mla(
     fp8 = latent_cache.dtype == torch.uint8
     heads = min(all_heads, 16)
     scale *= math.log2(math.e)
+    # A power of two that takes every weight times scale close to the top of f16's range.
+    fit = 0.0 if latent_bound is None else 2.0 ** math.floor(math.log2(6e4 * 448 / latent_bound))
     gluon = fp8 and all_heads == 8 and on_gpu and not plain
     if gluon:
         from .hopper import kernel as hopper
 
-        hopper.launch(query, latent_cache, slots, target, lse, scale, leaf, leaves, pdl)
+        hopper.launch(query, latent_cache, slots, target, lse, scale, fit, leaf, leaves, pdl)
     else:
         kernel = attend_fp8 if fp8 else attend_bf16
         kernel[(rows * leaves, all_heads // heads)](
-            query, latent_cache, slots, target, lse, scale, k, leaves, all_heads, HEADS=heads,
+            query, latent_cache, slots, target, lse, scale, fit, k, leaves, all_heads, HEADS=heads,
+            BOUNDED=fp8 and fit > 0,
             LEAF=leaf, TILE=TILE, STAGES=STAGES, WIDE=latent_cache.numel() >= 1 << 31,
             PARTIAL=not alone, PDL=pdl, num_warps=WARPS,
         )  # fmt: skip

@@ -82,7 +82,7 @@ def _total(a, b):
 
 @triton.jit
 def _interpolate(v0, v1, c0, c1, rank):
-    """The key where a straight line from log count c0 at value v0 to c1 at v1 has `rank`."""
+    """The key where a straight line from count c0 at value v0 to c1 at v1 has `rank`."""
     part = (c0 - rank) / (c0 - c1)
     part = tl.minimum(tl.maximum(part, 0.0), 1.0)
     return _to_key(v0 * (1.0 - part) + v1 * part)
@@ -109,10 +109,11 @@ def _narrow(low, high, c0, c1, pivot, count, need):
 
 
 @triton.jit
-def _threshold(keys, least, largest, there, need, slack):
+def _threshold(keys, least, largest, there, need, slack, TAIL: tl.constexpr):
     """(key, ties): take keys >= key where ties < 0, else keys > key and `ties` equal ones.
 
     `there` keys lie between least and largest, more than `need`. Up to `slack` too many will do.
+    Interpolation takes counts as a line, or (TAIL) their logarithms: tails fall exponentially.
     """
     low = least.to(tl.int64)  # count(low) = c0 >= need > c1 = count(high)
     high = largest.to(tl.int64) + 1
@@ -130,12 +131,16 @@ def _threshold(keys, least, largest, there, need, slack):
         else:
             v0 = _to_value(low.to(tl.int32))
             v1 = _to_value((high - 1).to(tl.int32))
-            # The tail of scores falls like an exponential: its log count is nearly a line.
-            f0 = tl.log2(c0.to(tl.float32))
-            f1 = tl.log2(tl.maximum(c1.to(tl.float32), 0.5))
-            target = need.to(tl.float32) + slack * 0.5
-            goal = tl.log2(target)
-            margin = tl.maximum((f0 - f1) * 0.0625, 0.87 / target)  # at least 0.6 of a count
+            f0 = c0.to(tl.float32)
+            f1 = tl.maximum(c1.to(tl.float32), 0.5)
+            goal = need.to(tl.float32) + slack * 0.5
+            margin = 0.6  # of a count, at least
+            if TAIL:
+                margin = 0.87 / goal
+                f0 = tl.log2(f0)
+                f1 = tl.log2(f1)
+                goal = tl.log2(goal)
+            margin = tl.maximum((f0 - f1) * 0.0625, margin)
             p1 = _interpolate(v0, v1, f0, f1, goal + margin)
             p2 = _interpolate(v0, v1, f0, f1, goal)
             p3 = _interpolate(v0, v1, f0, f1, goal - margin)
@@ -175,11 +180,11 @@ def _pad(out, count, K, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _from_registers(out, keys, positions, K, WIDTH: tl.constexpr):
+def _from_registers(out, keys, positions, K, WIDTH: tl.constexpr, TAIL: tl.constexpr):
     low, high, there = _range(keys)
     ties = there * 0 - 1
     if there > K:
-        low, ties = _threshold(keys, low, high, there, there * 0 + K, 0)
+        low, ties = _threshold(keys, low, high, there, there * 0 + K, 0, TAIL)
     count, _ = _compact(out, keys, positions, low, ties, there * 0, there * 0, K)
     _pad(out, count, K, WIDTH)
 
@@ -232,7 +237,7 @@ def select_short(
         stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     i = tl.arange(0, N)
     keys = _load_keys(logits + row.to(tl.int64) * width, i, first, stop)
-    _from_registers(out + row * K, keys, i, K, WIDTH)
+    _from_registers(out + row * K, keys, i, K, WIDTH, False)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -258,7 +263,7 @@ def sample(
         rank = (goal.to(tl.int64) * N // span).to(tl.int32)
         low, high, there = _range(keys)
         if there > rank:
-            found, _ = _threshold(keys, low, high, there, rank, rank // 16)
+            found, _ = _threshold(keys, low, high, there, rank, rank // 16, True)
     tl.store(least + row, found)
 
 
@@ -319,7 +324,7 @@ def finish(
         i = tl.arange(0, N)
         keys = tl.load(values + row * N + i, mask=i < total, other=_HIDDEN)
         position = tl.load(positions + row * N + i, mask=i < total, other=0)
-        _from_registers(out + row * K, keys, position, K, WIDTH)
+        _from_registers(out + row * K, keys, position, K, WIDTH, True)
     else:
         _from_memory(out + row * K, logits + row.to(tl.int64) * width, first, stop, K, WIDTH, WALK)
 
@@ -359,7 +364,7 @@ def topk_select(
             **shared,
             **shape,
             N=n,
-            num_warps=4 if n == 2048 else 16,
+            num_warps=4 if n == 2048 else 8,
         )
         return out
     chunks = triton.cdiv(width, CHUNK)
@@ -377,10 +382,10 @@ def topk_select(
     )
     collect[(chunks, rows)](
         logits, limits, least, counts, values, positions, width, first, chunks, **shared,
-        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=8, maxnreg=128,
+        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=8, maxnreg=64,
     )  # fmt: skip
     finish[(rows,)](
         logits, limits, counts, values, positions, out, width, first, chunks, **shared,
-        CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=16, maxnreg=128,
+        CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=8,
     )  # fmt: skip
     return out

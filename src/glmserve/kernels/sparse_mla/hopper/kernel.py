@@ -20,8 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-HEADS, TILE = 8, 64
-STAGES = None
+SHARED_FROM, PER = 528, 2
 _NEVER = gl.constexpr(-1.0e30)
 _FACTOR = gl.constexpr(64.0)
 
@@ -98,12 +97,34 @@ def _store(acc, target, ROWS: gl.constexpr):
     gl.store(target, gl.convert_layout(x, ROWS).to(gl.bfloat16))
 
 
-@gluon.jit(do_not_specialize=["k", "leaves"])
-def attend(
-    query, cache, slots, out, lse, scale, k, leaves,
-    LEAF: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr, PDL: gl.constexpr,
+@gluon.jit
+def _finish(
+    a0, a1, a2, a3, m, sums, fit, out, lse, unit,
+    PARTIAL: gl.constexpr, ROWS: gl.constexpr, MMA16: gl.constexpr,
 ):  # fmt: skip
-    """One leaf of one row. `scale` includes log2(e)."""
+    """Stores a leaf's output, or its partial output and the logarithm of its sum."""
+    total = gl.sum(sums, 0)
+    weight = gl.where(total > 0, 1.0 / (fit * gl.maximum(total, 1e-30)), 0.0)[None, :]
+    h = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
+    o = gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))
+    target = out + unit * 4096 + h[:, None] * 512 + o[None, :]
+    if PARTIAL:
+        column = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA16))
+        size = gl.where(total > 0, m + gl.log2(gl.maximum(total, 1e-30)), _NEVER)
+        gl.store(lse + unit * 8 + column // 2, size, mask=column % 2 == 0)
+    _store(a0 * weight, target, ROWS)
+    _store(a1 * weight, target + 128, ROWS)
+    _store(a2 * weight, target + 256, ROWS)
+    _store(a3 * weight, target + 384, ROWS)
+
+
+@gluon.jit(do_not_specialize=["k", "leaves", "mine_leaves"])
+def attend(
+    query, cache, slots, out, lse, scale, fit, k, leaves, mine_leaves,
+    LEAF: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr, PARTIAL: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """`mine_leaves` successive leaves of one row. `scale` includes log2(e)."""
     BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     HALVES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -125,8 +146,9 @@ def attend(
     SHARED_P: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    row = gl.program_id(0) // leaves
-    leaf = gl.program_id(0) % leaves
+    shares = (leaves + mine_leaves - 1) // mine_leaves
+    row = gl.program_id(0) // shares
+    leaf = (gl.program_id(0) % shares) * mine_leaves
     values = cache.to(gl.pointer_type(gl.float8e4nv))
     scales = cache.to(gl.pointer_type(gl.float32))
     ropes = cache.to(gl.pointer_type(gl.bfloat16))
@@ -138,7 +160,7 @@ def attend(
     p_buffers = gl.allocate_shared_memory(gl.float16, [4, 64, 16], SHARED_P)
 
     begin = leaf * LEAF
-    stop = gl.minimum(begin + LEAF, k)
+    stop = gl.minimum(begin + mine_leaves * LEAF, k)
     mine = slots + row * k
     t = gl.arange(0, 64, layout=gl.SliceLayout(1, BYTES))
     lane = gl.arange(0, 64, layout=LANES)
@@ -151,10 +173,13 @@ def attend(
         async_copy.commit_group()
     at = _slots(mine, begin + (STAGES - 1) * 64 + t, stop)
     at_lane = _slots(mine, begin + (STAGES - 1) * 64 + lane, stop)
-    # How many tokens the leaf has: unused places are at the end of a selection.
+    # How many tokens there are: unused places are at the end of a selection.
     span = gl.arange(0, LEAF, layout=gl.SliceLayout(1, FOURS))
-    all_slots = gl.load(mine + begin + span, mask=begin + span < stop, other=-1).to(gl.int32)
-    count = gl.sum((all_slots >= 0).to(gl.int32), 0)
+    used = gl.zeros([LEAF], gl.int32, gl.SliceLayout(1, FOURS))
+    for j in range(mine_leaves):
+        here = begin + j * LEAF + span
+        used += (gl.load(mine + here, mask=here < stop, other=-1) >= 0).to(gl.int32)
+    count = gl.sum(used, 0)
     tiles = (count + 63) // 64
 
     c = gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))
@@ -180,14 +205,16 @@ def attend(
     column_scale = scale * top * (1.0 / 448.0) * gl.where(c % 2 == 1, 0.0625, 1.0)
     column_scale = gl.convert_layout(column_scale, gl.SliceLayout(0, MMA8))
 
-    # Weights times scales go through f16; dividing by the leaf's largest scale keeps its range.
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, FOURS))
-    group_place = gl.maximum(all_slots, 0).to(gl.int64)[:, None] * 164 + 128 + four[None, :]
-    found = gl.where((all_slots >= 0)[:, None], gl.load(scales + group_place), 0.0)
-    largest = gl.max(gl.max(found, 1), 0)
-    bits = (largest.to(gl.int32, bitcast=True) & 0x7F800000) + 0x800000
-    above = gl.where(largest > 0, bits.to(gl.float32, bitcast=True), 1.0)
-    fit = _FACTOR / above
+    # Weights times scales go through f16; `fit` keeps them in its range. Without a bound on the
+    # latents it comes from the largest scale of the leaf (then this program's only one).
+    if not BOUNDED:
+        four = gl.arange(0, 4, layout=gl.SliceLayout(0, FOURS))
+        first = gl.load(mine + begin + span, mask=begin + span < stop, other=-1)
+        group_place = gl.maximum(first, 0).to(gl.int64)[:, None] * 164 + 128 + four[None, :]
+        found = gl.where((first >= 0)[:, None], gl.load(scales + group_place), 0.0)
+        largest = gl.max(gl.max(found, 1), 0)
+        bits = (largest.to(gl.int32, bitcast=True) & 0x7F800000) + 0x800000
+        fit = _FACTOR / gl.where(largest > 0, bits.to(gl.float32, bitcast=True), 1.0)
 
     m = gl.full([16], _NEVER, gl.float32, gl.SliceLayout(0, MMA16))
     sums = gl.zeros([64, 16], gl.float32, MMA16)
@@ -269,27 +296,26 @@ def attend(
         v3 = _values(k_buffers.index(kb + 3), PACKS, FRAGMENT)
         a3 = warpgroup_mma(v3, p_buffers.index(3), a3 * fade[None, :], is_async=True)
         a2, a3 = warpgroup_mma_wait(0, deps=[a2, a3])
+        # The end of a leaf: the next tile's rows are on their way already.
+        if ((i + 1) % (LEAF // 64) == 0) | (i + 1 == tiles):
+            unit = row * leaves + leaf + i // (LEAF // 64)
+            _finish(a0, a1, a2, a3, m, sums, fit, out, lse, unit, PARTIAL, ROWS, MMA16)
+            m = gl.full([16], _NEVER, gl.float32, gl.SliceLayout(0, MMA16))
+            sums = gl.zeros([64, 16], gl.float32, MMA16)
+            a0 = gl.zeros([128, 16], gl.float32, MMA16)
+            a1 = gl.zeros([128, 16], gl.float32, MMA16)
+            a2 = gl.zeros([128, 16], gl.float32, MMA16)
+            a3 = gl.zeros([128, 16], gl.float32, MMA16)
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
-    total = gl.sum(sums, 0)
-    weight = gl.where(total > 0, 1.0 / (fit * gl.maximum(total, 1e-30)), 0.0)[None, :]
-    h = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))
-    o = gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))
-    place = h[:, None] * 512 + o[None, :]
-    if PARTIAL:
-        target = out + (row * leaves + leaf) * 4096 + place
-        column = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA16))
-        size = gl.where(total > 0, m + gl.log2(gl.maximum(total, 1e-30)), _NEVER)
-        gl.store(lse + (row * leaves + leaf) * 8 + column // 2, size, mask=column % 2 == 0)
-    else:
-        target = out + row * 4096 + place
-    _store(a0 * weight, target, ROWS)
-    _store(a1 * weight, target + 128, ROWS)
-    _store(a2 * weight, target + 256, ROWS)
-    _store(a3 * weight, target + 384, ROWS)
+    # Leaves without a token.
+    for j in range((tiles * 64 + LEAF - 1) // LEAF, gl.minimum(mine_leaves, leaves - leaf)):
+        _finish(
+            a0, a1, a2, a3, m, sums, fit, out, lse, row * leaves + leaf + j, PARTIAL, ROWS, MMA16
+        )
 
 
 def launch(
@@ -299,13 +325,18 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    fit: float,
     leaf: int,
     leaves: int,
     pdl: bool,
 ) -> None:
     """Fills out [rows, leaves, 8, 512] and lse [rows, leaves, 8]; for one leaf only out."""
     rows, k = slots.shape
-    attend[(rows * leaves,)](
-        query, cache, slots, out, lse, scale, k, leaves,
-        LEAF=triton.next_power_of_2(leaf), STAGES=STAGES or (4 if rows * leaves <= 132 else 2), PARTIAL=leaves > 1, PDL=pdl, num_warps=4,
+    # Leaves of one program: where there are many, the query is prepared once for two of them.
+    several = fit > 0 and rows * leaves > SHARED_FROM
+    mine = PER if several else 1
+    attend[(rows * triton.cdiv(leaves, mine),)](
+        query, cache, slots, out, lse, scale, fit, k, leaves, mine,
+        LEAF=triton.next_power_of_2(leaf), STAGES=2, BOUNDED=fit > 0, PARTIAL=leaves > 1,
+        PDL=pdl, num_warps=4,
     )  # fmt: skip
