@@ -2,8 +2,8 @@
 # mypy: ignore-errors
 """Grouped product of bf16 rows with int4 weights (groups of 32, 64 or 128 columns).
 
-128 columns a step: their words are spread to nibbles in registers, where a word's eight columns
-stay with one thread, scaled, rounded to bf16 and multiplied. A sum's order is fixed by K alone.
+128 columns a step: the thread that holds a word makes its eight columns, scaled and rounded to
+bf16. A sum's order is fixed by K alone.
 """
 
 import triton
@@ -14,7 +14,34 @@ from .kernel import tile_rows
 
 STEP = tl.constexpr(128)  # columns
 WORD = tl.constexpr(8)  # columns in a word
-UNIT = tl.constexpr(32)  # columns that a scale is loaded for: the smallest group
+
+
+@triton.jit
+def _nibble(words, j: tl.constexpr, bias, scale):
+    """Column j of every word: 2^23 + nibble as the bits of an fp32, so that nothing is converted;
+    the zero point goes with 2^23."""
+    bits = ((words >> (4 * j)) & 15) | 0x4B000000
+    return to_bf16((bits.to(tl.float32, bitcast=True) - bias) * scale)
+
+
+@triton.jit
+def _columns(words, bias, scale):
+    """[N, C] words -> [N, 8 C] bf16; bias and scale [N, C]."""
+    a = tl.join(_nibble(words, 0, bias, scale), _nibble(words, 4, bias, scale))
+    b = tl.join(_nibble(words, 2, bias, scale), _nibble(words, 6, bias, scale))
+    c = tl.join(_nibble(words, 1, bias, scale), _nibble(words, 5, bias, scale))
+    d = tl.join(_nibble(words, 3, bias, scale), _nibble(words, 7, bias, scale))
+    columns = tl.join(tl.join(a, b), tl.join(c, d))  # the last dimension is a column's lowest bit
+    return tl.reshape(columns, [words.shape[0], 8 * words.shape[1]])
+
+
+@triton.jit
+def _biases(zeros, shift, ASYMMETRIC: tl.constexpr):
+    """2^23 plus the zero points, 8 where there are none."""
+    if ASYMMETRIC:
+        return ((zeros >> shift) & 15).to(tl.float32) + 8388608.0
+    else:
+        return tl.full(zeros.shape, 8388616.0, tl.float32)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -45,7 +72,6 @@ def grouped_int4(
     zeros [E, width / 8, depth / GROUP]. out [WAYS, pairs, width] fp32 when WAYS > 1 (way w sums
     its share of the steps), else bf16.
     """
-    UNITS: tl.constexpr = STEP // UNIT
     columns = tl.cdiv(width, BN)
     max_tiles = tl.num_programs(0) // (columns * WAYS)
     program = tl.program_id(0) // WAYS
@@ -60,34 +86,32 @@ def grouped_int4(
         row = tl.where(real, row, 0).to(tl.int64)
         n = column * BN + tl.arange(0, BN)
         w_row = expert.to(tl.int64) * width + tl.minimum(n, width - 1)
-        unit = tl.arange(0, UNITS)
-        word = tl.arange(0, UNIT // WORD)
-        inside = unit[:, None] * (UNIT // WORD) + word[None, :]
-        w_tile = packed + w_row[:, None, None] * (depth // WORD) + inside[None, :, :]
-        group = unit * UNIT // GROUP
+        word = tl.arange(0, STEP // WORD)
+        w_tile = packed + w_row[:, None] * (depth // WORD) + word[None, :]
+        group = word * WORD // GROUP
         s_tile = scales + w_row[:, None] * (depth // GROUP) + group[None, :]
         z_row = expert.to(tl.int64) * (width // WORD) + tl.minimum(n, width - 1) // WORD
         z_tile = zeros + z_row[:, None] * (depth // GROUP) + group[None, :]
         z_shift = (tl.minimum(n, width - 1) % WORD * 4)[:, None]
         x_tile = x + row[:, None] * depth + tl.arange(0, STEP)[None, :]
-        shifts = tl.arange(0, WORD) * 4
         steps = depth // STEP
         per = tl.cdiv(steps, WAYS)
+        begin = way * per
+        end = tl.minimum(begin + per, steps)
         acc = tl.zeros([BN, BM], tl.float32)
-        for step in tl.range(way * per, tl.minimum(way * per + per, steps), num_stages=STAGES):
+        # Scales and zero points are too narrow for the asynchronous pipeline: one step ahead.
+        scale = tl.load(s_tile + begin * (STEP // GROUP))
+        zero = tl.load(z_tile + begin * (STEP // GROUP)) if ASYMMETRIC else tl.zeros_like(z_shift)
+        for step in tl.range(begin, end, num_stages=STAGES):
             words = tl.load(w_tile + step * (STEP // WORD))
-            scale = tl.load(s_tile + step * (STEP // GROUP)).to(tl.float32)
             rows = tl.load(x_tile + step * STEP, mask=real[:, None], other=0.0)
-            # 2^23 + nibble as the bits of an fp32: no conversion, and the zero goes with 2^23.
-            nibbles = ((words[:, :, :, None] >> shifts[None, None, None, :]) & 15) | 0x4B000000
-            zero = tl.full([BN, UNITS], 8388616.0, tl.float32)
-            if ASYMMETRIC:
-                zero = ((tl.load(z_tile + step * (STEP // GROUP)) >> z_shift) & 15).to(tl.float32)
-                zero += 8388608.0
-            weight = (nibbles.to(tl.float32, bitcast=True) - zero[:, :, None, None]) * scale[
-                :, :, None, None
-            ]
-            acc = dot(tl.reshape(to_bf16(weight), [BN, STEP]), rows.T, acc)
+            after = tl.minimum(step + 1, end - 1) * (STEP // GROUP)
+            next_scale = tl.load(s_tile + after)
+            next_zero = tl.load(z_tile + after) if ASYMMETRIC else zero
+            weight = _columns(words, _biases(zero, z_shift, ASYMMETRIC), scale.to(tl.float32))
+            acc = dot(weight, rows.T, acc)
+            scale = next_scale
+            zero = next_zero
         target = out + position[None, :].to(tl.int64) * width + n[:, None]
         store = real[None, :] & (n[:, None] < width)
         if WAYS > 1:

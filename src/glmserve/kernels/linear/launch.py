@@ -148,5 +148,6 @@ def _many(
     kernel.many_rows[(tiles * (shape.chunks if split else 1),)](
         x_desc, x_scales, w_desc, w_scales, *workspace(x.device), out, rows, width, x.shape[1],
         shape.chunks, block_m, block_n, shape.block_k, shape.chunks > 1, split, scaled, 16, 3,
-        num_warps=warps,
+        # Three programs a multiprocessor instead of two: 24 -> 20 us at 192 rows of 3072 x 6144.
+        num_warps=warps, maxnreg=168 if split and scaled else None,
     )  # fmt: skip

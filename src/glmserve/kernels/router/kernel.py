@@ -82,15 +82,15 @@ def choose_experts(
         score += tl.load(line + part * (rows.to(tl.int64) * experts), mask=inside, other=0.0)
     p = tl.sigmoid(score)
     rank = tl.where(inside, p + tl.load(bias + expert, mask=inside, other=0.0), float("-inf"))
-    # One integer orders experts by score, then by the lower id: a choice is one maximum.
+    # As integers, which a warp reduces in one instruction: the best score, then its lowest id.
     bits = rank.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    key = ordered * BLOCK + (BLOCK - 1 - expert)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     taken = expert < 0
     for _ in tl.static_range(TOP_K):
         best = tl.max(key, 0)
-        taken = taken | (key == best)
-        key = tl.where(key == best, -(1 << 62), key)
+        lowest = tl.min(tl.where((key == best) & (taken == 0), expert, BLOCK), 0)
+        taken = taken | (expert == lowest)
+        key = tl.where(expert == lowest, -(1 << 31), key)
     total = tl.sum(tl.where(taken, p, 0.0), 0) + 1e-20
     ones = taken.to(tl.int32)
     slot = row * TOP_K + tl.cumsum(ones, 0) - ones
