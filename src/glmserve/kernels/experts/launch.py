@@ -110,6 +110,8 @@ def grouped_linear(
     w_values, w_scales = weight if isinstance(weight, QuantWeight) else (weight, weight)
     scaled = isinstance(weight, QuantWeight)
     assert values.dtype == w_values.dtype, (values.dtype, w_values.dtype)
+    assert values.is_contiguous(), values.stride()
+    assert w_values.is_contiguous(), w_values.stride()
     experts, width, depth = w_values.shape
     total = pairs.order.numel()
     # `linear`'s plan knows one weight; here many are in flight, so only the long sum is cut.

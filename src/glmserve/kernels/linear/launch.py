@@ -95,6 +95,8 @@ def linear(
     scaled = isinstance(weight, QuantWeight)
     rows, depth = values.shape
     width = w_values.shape[0]
+    assert values.is_contiguous(), values.stride()
+    assert w_values.is_contiguous(), w_values.stride()
     shape = plan(width, depth, scaled)
     out = torch.empty(rows, width, dtype=out_dtype, device=values.device)
     if rows <= FEW:
