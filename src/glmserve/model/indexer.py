@@ -39,7 +39,8 @@ class Indexer:
             step.last,
             step.first,
             batch.page_size,
-            step.max_context,
+            -(-step.max_context // batch.page_size) * batch.page_size,  # whole pages
+            fill=False,
         )
-        positions = topk_select(logits, c.index_topk)
+        positions = topk_select(logits, c.index_topk, step.last, step.first)
         return Selection(positions, batch.slots(positions))

@@ -22,7 +22,7 @@ class Selection:
     """An index group's result, shared by its layers.
 
     Positions are cache coordinates (see above), ascending, padded with -1 at the end; k is
-    min(index_topk, longest context of the batch).
+    min(index_topk, longest context of the batch in whole pages).
     """
 
     positions: Tensor  # [R, k] int32
