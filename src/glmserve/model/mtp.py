@@ -63,7 +63,7 @@ class Mtp:
         step = Step.of(batch, c, hidden.dtype, shift=1)
         embedding = self.vocabulary.embed(next_tokens)
         joined = mtp_input(embedding, hidden, w.embedding_norm, w.hidden_norm, c.rms_norm_eps)
-        partial = linear(joined[:, self.columns], w.eh_proj)
+        partial = linear(joined[:, self.columns].contiguous(), w.eh_proj)
         normed, residual = all_reduce_residual_rms_norm(
             self.group, partial, torch.zeros_like(hidden), w.layer.input_norm, c.rms_norm_eps
         )
