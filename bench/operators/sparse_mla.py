@@ -21,18 +21,19 @@ SPILLS = {
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     sizes = [(8, 1 << 16), (16, 1 << 16), (8, 1 << 22)]  # 32 and 64 heads: blocks of 16
     for heads, cache_rows in sizes:
-        for rows in (6, 192, 4096):
+        for rows, k in ((6, K), (6, 64), (4096, K)):
             for width, dtype in ((656, torch.uint8), (576, torch.bfloat16)):
                 query = torch.empty(rows, heads, 576, dtype=torch.bfloat16, device=device)
                 cache = torch.empty(cache_rows, width, dtype=dtype, device=device)
-                slots = torch.empty(rows, K, dtype=torch.int32, device=device)
-                for plain in (False, True):
-                    yield (
-                        f"{heads} heads {rows} rows {dtype} {cache_rows} slots, plain {plain}",
-                        lambda q=query, c=cache, s=slots, p=plain: sparse_mla(
-                            q, c, s, SCALE, BOUND, p
-                        ),
-                    )
+                slots = torch.empty(rows, k, dtype=torch.int32, device=device)
+                for bound in (BOUND, None) if cache_rows == 1 << 16 else (BOUND,):
+                    for plain in (False, True):
+                        yield (
+                            f"{heads} heads {rows} x {k} {dtype} {cache_rows} slots {plain}",
+                            lambda q=query, c=cache, s=slots, b=bound, p=plain: sparse_mla(
+                                q, c, s, SCALE, b, p
+                            ),
+                        )
 
 
 def make_cache(slots: int, fp8: bool) -> torch.Tensor:

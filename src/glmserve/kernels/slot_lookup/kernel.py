@@ -35,7 +35,7 @@ def slot_lookup(
     rows, k = positions.shape
     slots = torch.empty(rows, k, dtype=torch.int32, device=positions.device)
     if slots.numel():
-        block = min(1024, triton.next_power_of_2(k))
+        block = 1 if k == 1 else 1024
         look_up[(rows, triton.cdiv(k, block))](
             positions, page_table, row_seq, slots, k, page_table.shape[1],
             PAGE=page_size, BLOCK=block, num_warps=4 if block > 256 else 1,

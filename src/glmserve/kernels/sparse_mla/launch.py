@@ -13,7 +13,7 @@ from .kernel import attend_bf16, attend_fp8, merge, merge_head
 TILE = 64  # tokens a step
 LEAF = 256  # tokens of one online softmax while rows are few
 STAGES, WARPS = 2, 4
-MANY_ROWS = 512  # above, a row's whole selection is one leaf
+MANY_ROWS, LONG_LEAF = 512, 2048  # above so many rows a whole selection is one leaf
 
 
 def unserved(
@@ -55,7 +55,7 @@ def sparse_mla(
     out = torch.empty(rows, all_heads, 512, dtype=query.dtype, device=query.device)
     if rows == 0:
         return out
-    leaf = triton.next_power_of_2(max(k, TILE)) if rows > MANY_ROWS else LEAF
+    leaf = max(LONG_LEAF, triton.next_power_of_2(k)) if rows > MANY_ROWS else LEAF
     leaves = triton.cdiv(k, leaf)
     alone = leaves == 1
     on_gpu = query.device.type != "cpu"
@@ -85,17 +85,18 @@ def sparse_mla(
         )  # fmt: skip
     if alone:
         return out
+    most = max(8, triton.next_power_of_2(leaves))  # few values, so few compiled forms
     late: dict[str, bool] = {"launch_pdl": True} if pdl else {}
     if gluon:
         merge_head[(rows * all_heads,)](
-            target, lse, out, leaves, HEADS=all_heads, LEAVES=triton.next_power_of_2(leaves),
+            target, lse, out, leaves, HEADS=all_heads, LEAVES=most,
             PDL=pdl, num_warps=4, **late,
         )  # fmt: skip
     else:
         dims = 128
         merge[(rows, all_heads // heads, 512 // dims)](
             target, lse, out, leaves, all_heads, HEADS=heads,
-            LEAVES=triton.next_power_of_2(leaves), DIMS=dims, PERMUTED=fp8, PDL=pdl, num_warps=4,
+            LEAVES=most, DIMS=dims, PERMUTED=fp8, PDL=pdl, num_warps=4,
             **late,
         )  # fmt: skip
     return out

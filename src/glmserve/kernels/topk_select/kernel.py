@@ -350,7 +350,7 @@ def topk_select(
     out = torch.empty(rows, k, dtype=torch.int32, device=device)
     limits = logits if last is None else last
     shared = {"LAST": last is not None}
-    shape = {"K": k, "WIDTH": triton.next_power_of_2(k)}
+    shape = {"K": k, "WIDTH": 2048 if k <= 2048 else SHORT}
     if rows == 0:
         return out
     if width <= SHORT:
