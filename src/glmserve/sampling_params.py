@@ -22,12 +22,12 @@ MAX_STOPS: Final = 16
 MAX_STOP_TOKENS: Final = 16
 MAX_BAD_WORDS: Final = 64
 MAX_LOGPROBS: Final = 20
+MAX_CHOICES: Final = 16
 MAX_BIASES: Final = 1024
 SEED_BOUND: Final = 1 << 64
 
 # Known elsewhere, not applied here: accepted with one of these values only.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1, None),
     "best_of": (1, None),
     "beam_width": (1, None),
     "num_return_sequences": (1, None),
@@ -119,6 +119,7 @@ class SamplingParams:
     top_k: int = 0  # 0 = off
     min_p: float = 0.0  # in [0, 1], of the most probable token's probability
     seed: int | None = None  # None: drawn by the engine from the operating system
+    n: int = 1  # answers to make of the prompt; choice i has seed + i
     presence_penalty: float = 0.0  # once for each token that the output has
     frequency_penalty: float = 0.0  # for each time that the output has it
     repetition_penalty: float = 1.0  # factor, for tokens of prompt and output
@@ -145,6 +146,7 @@ class SamplingParams:
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
         need(0.0 <= self.temperature <= 100.0, "temperature", "must be in [0, 100]")
         need(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
+        need(1 <= self.n <= MAX_CHOICES, "n", f"must be in 1..{MAX_CHOICES}")
         need(self.top_k >= 0, "top_k", "must be 0 (off), -1 (off) or positive")
         need(abs(self.priority) < 1 << 31, "priority", "must fit 32 bits")
         need(self.deadline is None or self.deadline > 0, "deadline", "must be positive seconds")
@@ -242,6 +244,7 @@ class SamplingParams:
 
 _CONVERT: Mapping[str, Any] = {
     "max_tokens": _integer,
+    "n": _integer,
     "temperature": _number,
     "top_p": _number,
     "top_k": _integer,

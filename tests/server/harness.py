@@ -200,6 +200,15 @@ class Server:
                 series[name] = float(found[3])
         return series
 
+    def settled_metrics(self) -> dict[str, float]:
+        """`metrics` of an idle server, once both the stage and the engine have reported."""
+        deadline, before = time.monotonic() + 30.0, {"": 0.0}
+        while before != (now := self.metrics()):
+            assert time.monotonic() < deadline, "the metrics never come to rest"
+            before = now
+            time.sleep(1.1)  # they are renewed twice a second
+        return now
+
     def generate(self, **body: Any) -> tuple[int, dict[str, Any]]:
         status, text = self._http("POST", "/v2/models/ensemble/generate", json.dumps(body))
         parsed: dict[str, Any] = json.loads(text)
@@ -314,12 +323,11 @@ def add_response(answer: Answer, model: str, result: Any, error: Any) -> None:
         array = result.as_numpy(tensor.name)
         if array is None:
             continue
+        items = array.reshape(-1).tolist()
         if tensor.dtype == "STRING":
-            assert array.size == 1
-            values[tensor.name] = array.reshape(-1)[0].decode()
-        else:
-            one = array.size == 1 and tensor.name != "output_ids"
-            values[tensor.name] = array.item() if one else array.tolist()
+            items = [item.decode() for item in items]
+        one = len(items) == 1 and tensor.name != "output_ids"
+        values[tensor.name] = items[0] if one else items  # as the JSON of HTTP
     answer.responses.append(values)
 
 

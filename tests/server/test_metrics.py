@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 from glmserve.server.metric_table import METRICS
@@ -27,7 +26,7 @@ class _Growth:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.before = server.metrics()
+        self.before = server.settled_metrics()
 
     def after(self, requests: int) -> dict[str, float]:
         before = sum(_finished(self.before).values())
@@ -39,11 +38,7 @@ class _Growth:
             )
 
         wait_until(settled, 10.0, f"{requests} requests are in the metrics")
-        # The stage and the engine report apart: both have once nothing moves any more.
-        before: dict[str, float] = {}
-        while before != (now := self._server.metrics()):
-            before = now
-            time.sleep(1.1)
+        now = self._server.settled_metrics()
         return {name: value - self.before.get(name, 0.0) for name, value in now.items()}
 
 

@@ -13,6 +13,7 @@ Threads of this stub process, which never touches a GPU:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb
@@ -21,10 +22,11 @@ from glmserve import env
 from glmserve.errors import GlmServeError
 from glmserve.generation_config import GenerationConfig
 from glmserve.server import pb_tensors, relay, settings
+from glmserve.server.choices import join
 from glmserve.server.engine_source import engine_starter
 from glmserve.server.glm_stage import GlmStage
 from glmserve.server.metrics import Metrics
-from glmserve.server.stage_messages import TokensResponse
+from glmserve.server.stage_messages import StopRequest, TokensResponse
 from glmserve.server.stop_watch import StopWatches
 from glmserve.server.tensors import MODELS
 from glmserve.server.tokens_request import parse_tokens_request
@@ -39,8 +41,8 @@ class _Responder:
     def __init__(self, sender: Any) -> None:
         self._sender = sender
 
-    def send(self, response: TokensResponse, final: bool) -> None:
-        outputs = pb_tensors.make_outputs(_TENSORS.outputs, vars(response))
+    def send(self, choices: Sequence[TokensResponse], final: bool) -> None:
+        outputs = pb_tensors.make_outputs(_TENSORS.outputs, join(_TENSORS.outputs, choices))
         self._sender.send(pb.InferenceResponse(outputs), flags=_FINAL if final else 0)
 
     def fail(self, error: GlmServeError) -> None:
@@ -82,7 +84,10 @@ class TritonPythonModel:
             except GlmServeError as error:
                 self.stage.refuse(error, responder)
             else:
-                self.stage.submit(parsed, responder)
+                if isinstance(parsed, StopRequest):
+                    self.stage.cancel(parsed, responder)
+                else:
+                    self.stage.submit(parsed, responder)
 
     def finalize(self) -> None:
         self.metrics.close()

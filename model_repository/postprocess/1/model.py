@@ -11,9 +11,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 
-from glmserve.server import pb_tensors, relay, settings
+from glmserve.server import choices, pb_tensors, relay, settings
 from glmserve.server.postprocess_stage import PostprocessStage
-from glmserve.server.stage_messages import TokensResponse
 from glmserve.server.tensors import MODELS
 from glmserve.text.tokenizer import Tokenizer
 
@@ -31,9 +30,12 @@ class TritonPythonModel:
 
     def _respond(self, request: Any) -> Any:
         tensors = pb_tensors.read_inputs(request, _TENSORS.inputs)
-        tokens = TokensResponse(**tensors)
-        answer = self.stage.handle(tokens, request.is_cancelled)
-        return pb.InferenceResponse(pb_tensors.make_outputs(_TENSORS.outputs, vars(answer)))
+        answers = [
+            self.stage.handle(tokens, request.is_cancelled)
+            for tokens in choices.split_tokens(_TENSORS.inputs, tensors)
+        ]
+        values = choices.join(_TENSORS.outputs, answers)
+        return pb.InferenceResponse(pb_tensors.make_outputs(_TENSORS.outputs, values))
 
     def finalize(self) -> None:
         self.stage.close()

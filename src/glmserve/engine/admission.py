@@ -43,6 +43,8 @@ def check_request(request: Request, info: EngineInfo) -> Request:
                 raise InvalidInput(field, token, f"ids must be in [0, {info.vocab_size})")
     if sampling.bad_words:
         raise InvalidInput("bad_words", list(sampling.bad_words), "must come as bad_word_ids here")
+    if sampling.n != 1:
+        raise InvalidInput("n", sampling.n, "each choice must be a request of its own here")
     filled = dataclasses.replace(sampling, max_tokens=sampling.max_tokens or room)
     return dataclasses.replace(request, sampling=filled)
 

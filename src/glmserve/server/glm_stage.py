@@ -4,7 +4,7 @@
 Threads: the server's execute thread checks and submits; `receiver` takes chunks from the engine;
 the relay's thread takes messages; all of them only put events in one queue. The `sender` thread
 owns every running request, sends every response and is the only one that polls for cancellation. A
-request on its way through postprocess has at most one response in flight: what arrives before the
+choice on its way through postprocess has at most one response in flight: what arrives before the
 acknowledgement is merged into the next one, so a busy postprocess gets larger chunks, not more of
 them. Not its job: tensors (`model.py`), text (postprocess), scheduling (the engine).
 """
@@ -12,58 +12,44 @@ them. Not its job: tensors (`model.py`), text (postprocess), scheduling (the eng
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from glmserve.config import EngineConfig
+from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.errors import EngineError, GlmServeError, InvalidInput, Unavailable
 from glmserve.messages import Chunk, EngineStats
 from glmserve.server.engine_source import StartEngine
-from glmserve.server.observations import Observations, Times
+from glmserve.server.observations import Observations
 from glmserve.server.relay import RelayServer, write_failure
-from glmserve.server.running import Responder, Running, StopWatch
-from glmserve.server.stage_messages import TokensRequest
+from glmserve.server.running import (
+    Answer,
+    Responder,
+    Running,
+    StopWatch,
+    choice_uid,
+    make_answer,
+    stop_response,
+)
+from glmserve.server.stage_events import (
+    CancelRequest,
+    Close,
+    Event,
+    Failed,
+    Refuse,
+    Relayed,
+    Submit,
+)
+from glmserve.server.stage_failure import as_error, end_server, report, reporting
+from glmserve.server.stage_messages import StopRequest, TokensRequest
 
 _ACK_WAIT: Final = 10.0  # seconds without an acknowledgement until the client counts as gone
 _POLL: Final = 0.25  # seconds between two looks at cancellation, keep-alives and lost answers
-_EXIT_WAIT: Final = 8.0  # seconds that the server gets to stop after the engine died
 
-
-@dataclass(frozen=True)
-class _Submit:
-    source: TokensRequest
-    responder: Responder
-    arrived: float  # time.monotonic()
-
-
-@dataclass(frozen=True)
-class _Refuse:
-    error: GlmServeError
-    responder: Responder
-
-
-@dataclass(frozen=True)
-class _Relayed:
-    message: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Failed:
-    reason: str
-
-
-class _Close:
-    pass
-
-
-_Event = _Submit | _Refuse | _Relayed | list[Chunk] | _Failed | _Close
+_ABORT: Final = Chunk("", 0, finish_reason="abort")
 
 
 class GlmStage:
@@ -85,8 +71,9 @@ class GlmStage:
         self._directory = directory
         self._watch_stops = watch_stops
         self._keep_alive = keep_alive
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._running: dict[str, Running] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._answers: dict[str, Answer] = {}
+        self._running: dict[str, Running] = {}  # their open choices, by the engine's uid
         self._delivered: dict[str, float] = {}  # uid -> when to stop waiting for its last ack
         self._draining = False
         self._closing = False
@@ -109,11 +96,15 @@ class GlmStage:
 
     def submit(self, source: TokensRequest, responder: Responder) -> None:
         """Queues a request; every answer, also a refusal, comes from the sender thread."""
-        self._events.put(_Submit(source, responder, time.monotonic()))
+        self._events.put(Submit(source, responder, time.monotonic()))
 
     def refuse(self, error: GlmServeError, responder: Responder) -> None:
         """Answers a request that could not be parsed, in its turn."""
-        self._events.put(_Refuse(error, responder))
+        self._events.put(Refuse(error, responder))
+
+    def cancel(self, stop: StopRequest, responder: Responder) -> None:
+        """Ends another request; the answer's finish_reason is "abort" if it was running."""
+        self._events.put(CancelRequest(stop.uid, responder))
 
     def engine_stats(self) -> EngineStats | None:
         """The engine's newest report about itself."""
@@ -123,7 +114,7 @@ class GlmStage:
         """Ends the engine, then the threads, then the relay. Called by the server's finalize."""
         self._closing = True
         self._engine.close()
-        self._events.put(_Close())
+        self._events.put(Close())
         self._sender.join(timeout=2.0)
         self._receiver.join(timeout=2.0)
         self._relay.close()
@@ -139,10 +130,10 @@ class GlmStage:
             return self._status()
         if op == "drain":
             self._draining = True
-            self._events.put(_Relayed(message))
+            self._events.put(Relayed(message))
             return self._status()
         if op in ("ack", "stop", "cancel"):
-            self._events.put(_Relayed(message))
+            self._events.put(Relayed(message))
             return None
         return {"error": "unknown op"}
 
@@ -151,7 +142,7 @@ class GlmStage:
             "state": "draining" if self._draining else self._state,
             "progress": self._progress,
             "failure": self._failure,
-            "running": len(self._running),
+            "running": len(self._answers),
             "unsettled": len(self._delivered) + self._events.qsize(),  # events, last answers
         }
 
@@ -161,7 +152,7 @@ class GlmStage:
                 chunks = self._engine.receive(timeout=0.5)
             except EngineError as error:
                 if not self._closing:
-                    self._events.put(_Failed(str(error)))
+                    self._events.put(Failed(str(error)))
                 return
             if chunks:
                 self._events.put(chunks)
@@ -175,7 +166,7 @@ class GlmStage:
                 touched: set[str] = set()
                 event = self._next_event(next_poll)
                 while event is not None:
-                    if isinstance(event, _Close):
+                    if isinstance(event, Close):
                         return
                     touched |= self._handle(event)
                     event = self._next_event(0.0)
@@ -186,58 +177,88 @@ class GlmStage:
                     self._flush(uid)
         except Exception as error:  # a sender that is gone would hang every client
             self._fail_all(f"the sender thread failed: {error!r}")
-            self._end_server()
+            end_server(self._relay, self._failure)
 
-    def _next_event(self, deadline: float) -> _Event | None:
+    def _next_event(self, deadline: float) -> Event | None:
         wait = deadline - time.monotonic()
         with contextlib.suppress(queue.Empty):
             return self._events.get(timeout=wait) if wait > 0 else self._events.get_nowait()
         return None
 
-    def _handle(self, event: _Submit | _Refuse | _Relayed | list[Chunk] | _Failed) -> set[str]:
+    def _handle(
+        self, event: Submit | Refuse | CancelRequest | Relayed | list[Chunk] | Failed
+    ) -> set[str]:
         """Applies one event; returns the uids that may have something to send."""
         if isinstance(event, list):
             return self._on_chunks(event)
-        if isinstance(event, _Relayed):
+        if isinstance(event, Relayed):
             return self._on_message(event.message)
-        if isinstance(event, _Submit):
+        if isinstance(event, Submit):
             self._on_submit(event)
-        elif isinstance(event, _Refuse):
-            with _reporting("without a uid"):
+        elif isinstance(event, Refuse):
+            with reporting("without a uid"):
                 event.responder.fail(event.error)
+        elif isinstance(event, CancelRequest):
+            with reporting(event.uid):
+                known = event.uid in self._answers
+                event.responder.send([stop_response(event.uid, known)], final=True)
+            return self._cancel_answer(event.uid)
         else:
             self._fail_all(event.reason)
-            self._end_server()
+            end_server(self._relay, self._failure)
         return set()
 
-    def _on_submit(self, event: _Submit) -> None:
-        request = event.source.request
+    def _on_submit(self, event: Submit) -> None:
+        source, uid = event.source, event.source.request.uid
+        answer = make_answer(source, event.responder, event.arrived)
         try:
             if self._failure:
                 raise EngineError("the engine has failed")
             if self._draining:
                 raise Unavailable("the server is shutting down")
-            if request.uid in self._running:
-                raise InvalidInput("request_uid", request.uid, "a request with it is running")
-            self._engine.submit(request)
+            if uid in self._answers:
+                raise InvalidInput("request_uid", uid, "a request with it is running")
+            self._engine.submit(answer.deferred[0].request)
         except GlmServeError as error:
             self.observations.finished["refused"] += 1
-            with _reporting(request.uid):
+            with reporting(uid):
                 event.responder.fail(error)
             return
-        times = Times(event.arrived)
-        running = Running(event.source, event.responder, times, sent_at=time.monotonic())
-        settings = event.source.output_settings
-        if request.sampling.stop and settings is not None and not event.source.stream:
-            running.stop_watch = self._watch_stops(settings)
-        self._running[request.uid] = running
+        del answer.deferred[0]
+        self._answers[uid] = answer
+        for running in answer.open:
+            self._running[running.uid] = running
+            if source.request.sampling.stop and source.output_settings and not source.stream:
+                running.stop_watch = self._watch_stops(source.output_settings)
+        if len(source.request.prompt) <= PAGE_SIZE:  # no page to wait for
+            self._submit_deferred(answer)
+
+    def _submit_deferred(self, answer: Answer) -> None:
+        """Submits the other choices, once the first one's prompt pages can be shared."""
+        with contextlib.suppress(EngineError):  # the receiver reports it
+            for running in answer.deferred:
+                self._engine.submit(running.request)
+        answer.deferred.clear()
+
+    def _end_deferred(self, answer: Answer, last: Chunk) -> set[str]:
+        """Ends the choices that the engine has not seen; returns their uids."""
+        ended = {running.uid for running in answer.deferred}
+        for running in answer.deferred:
+            running.last = last
+        answer.deferred.clear()
+        return ended
 
     def _on_chunks(self, chunks: list[Chunk]) -> set[str]:
-        touched, now = set(), time.monotonic()
+        touched: set[str] = set()
+        now = time.monotonic()
         for chunk in chunks:
             running = self._running.get(chunk.uid)
             if running is None or running.last is not None:  # ended by a stop string or its client
                 continue
+            if running.answer.deferred and chunk.token_ids:
+                self._submit_deferred(running.answer)
+            elif chunk.finish_reason is not None:  # without a token: the others end like it
+                touched |= self._end_deferred(running.answer, chunk)
             if chunk.token_ids:
                 self.observations.tokens(running.times, len(chunk.token_ids), chunk.queued, now)
             running.pending.extend(chunk.token_ids)
@@ -256,22 +277,27 @@ class GlmStage:
         op, uid, index = message.get("op"), message.get("uid"), message.get("index", -1)
         if op == "drain":
             self._engine.cancel_all()
-            return set()
+            touched: set[str] = set()
+            for answer in self._answers.values():
+                touched |= self._end_deferred(answer, _ABORT)
+            return touched
         if not isinstance(uid, str) or not isinstance(index, int):
             return set()
+        if op == "cancel":
+            return self._cancel_answer(uid)
+        uid = choice_uid(uid, message.get("choice", 0))
+        self._delivered.pop(uid, None)
         running = self._running.get(uid)
-        if op in ("ack", "stop"):
-            self._delivered.pop(uid, None)
         if running is None:
             return set()
         if op == "ack":
             running.acked = max(running.acked, index)
             return {uid}
+        # stop: postprocess has already sent the last data response
         self._cancel_in_engine(uid)
-        if op == "stop":  # postprocess has already sent the last data response
-            self._forget(running, "stop")
-            with _reporting(uid):
-                running.responder.finish()
+        if self._forget(running, "stop"):
+            with reporting(uid):
+                running.answer.responder.finish()
         return set()
 
     def _poll(self) -> set[str]:
@@ -280,19 +306,29 @@ class GlmStage:
             if now > deadline:
                 del self._delivered[uid]
         touched = set()
-        for uid, running in self._running.items():
-            gone = running.in_flight and now - running.sent_at > _ACK_WAIT
-            with _reporting(uid):
-                gone = gone or running.responder.is_cancelled()
+        for uid, answer in self._answers.items():
+            newest = max(running.sent_at for running in answer.open)
+            gone = any(r.in_flight and now - r.sent_at > _ACK_WAIT for r in answer.open)
+            with reporting(uid):
+                gone = gone or answer.responder.is_cancelled()
             if gone:
-                running.acked = running.index  # nothing to wait for any more
-                self._cancel_in_engine(uid)
-                touched.add(uid)
-            elif self._keep_alive and running.source.stream:
-                if now - running.sent_at > self._keep_alive:
-                    running.keep_alive_due = True
-                    touched.add(uid)
+                for running in answer.open:
+                    running.acked = running.index  # nothing to wait for any more
+                    touched.add(running.uid)
+                touched |= self._cancel_answer(uid)
+            elif self._keep_alive and answer.source.stream and now - newest > self._keep_alive:
+                answer.open[0].keep_alive_due = True
+                touched.add(answer.open[0].uid)
         return touched
+
+    def _cancel_answer(self, uid: str) -> set[str]:
+        """Ends every choice of a request, if it is running; returns those that have ended now."""
+        answer = self._answers.get(uid)
+        if answer is None:
+            return set()
+        for running in answer.open:
+            self._cancel_in_engine(running.uid)  # which ignores those that it does not have
+        return self._end_deferred(answer, _ABORT)
 
     def _cancel_in_engine(self, uid: str) -> None:
         with contextlib.suppress(EngineError):  # the receiver reports it
@@ -303,81 +339,56 @@ class GlmStage:
         running = self._running.get(uid)
         if running is None or running.in_flight:
             return
-        last = running.last
-        if not running.source.stream and last is None:
-            return
-        if not (running.pending or last or running.keep_alive_due):
-            return
-        if last is not None and last.finish_reason == "error" and running.index == 0:
-            if not running.pending and not self._failure:
-                self._forget(running, "refused" if last.error_code == "UNAVAILABLE" else "error")
-                with _reporting(uid):
-                    running.responder.fail(_as_error(last))
-                return
-        self._send(running)
+        answer, last = running.answer, running.last
+        if answer.failed and last is not None and not self._failure:
+            for choice in answer.open.copy():
+                self._forget(choice, "refused" if last.error_code == "UNAVAILABLE" else "error")
+            with reporting(uid):
+                answer.responder.fail(as_error(last))
+        elif not answer.source.stream:
+            if all(choice.last is not None for choice in answer.open):
+                self._send(answer, answer.open.copy())
+        elif running.pending or last or running.keep_alive_due:
+            self._send(answer, [running])
 
-    def _send(self, running: Running) -> None:
-        last, response = running.last, running.take_response()
-        if last is not None:
-            self._forget(running, last.finish_reason or "")
-            if running.acknowledges:
-                self._delivered[running.uid] = running.sent_at + _ACK_WAIT
+    def _send(self, answer: Answer, choices: list[Running]) -> None:
+        """Sends what these choices have, in one response."""
+        responses = [running.take_response() for running in choices]
+        done = False
+        for running in choices:
+            if running.last is not None:
+                done = self._forget(running, running.last.finish_reason or "")
+                if running.acknowledges:
+                    self._delivered[running.uid] = running.sent_at + _ACK_WAIT
         try:
-            running.responder.send(response, final=last is not None)
+            answer.responder.send(responses, final=done)
         except Exception as error:  # the server refused it: nobody waits for the rest
-            _report(running.uid, error)
-            if self._running.pop(running.uid, None) is not None:
-                self._cancel_in_engine(running.uid)
+            report(answer.uid, error)
+            self._cancel_answer(answer.uid)
+            for running in answer.open.copy():
+                self._forget(running, "abort")
 
-    def _forget(self, running: Running, reason: str) -> None:
-        """The last response of a request is on its way, or nobody waits for it."""
+    def _forget(self, running: Running, reason: str) -> bool:
+        """A choice's last response is on its way, or nobody waits for it; True: the answer's."""
+        answer = running.answer
         del self._running[running.uid]
-        prompt = running.source.request.prompt
-        self.observations.ended(running.times, len(prompt), reason, time.monotonic())
+        answer.open.remove(running)
+        if not answer.open:
+            del self._answers[answer.uid]
+        prompt = len(running.request.prompt)
+        self.observations.ended(running.times, prompt, reason, time.monotonic())
+        return not answer.open
 
     def _fail_all(self, reason: str) -> None:
         """Ends every running request with an error that travels as data."""
         self._failure = reason
         write_failure(self._directory, reason)
-        for uid, running in list(self._running.items()):
-            if running.last is None:
-                running.last = Chunk(
+        for uid, answer in list(self._answers.items()):
+            for running in answer.open:
+                running.last = running.last or Chunk(
                     uid, 0, finish_reason="error", error="the engine failed", error_code="INTERNAL"
                 )
-            with _reporting(uid):
-                self._send(running)
-        self._running.clear()
-
-    def _end_server(self) -> None:
-        """Stops the server that this stub belongs to: only the end of the process takes its
-        readiness away. The stub itself goes a bounded time later, whatever the server does."""
-        print(f"glm_dsa: {self._failure}", flush=True)
-        parent = os.getppid()
-
-        def end() -> None:
-            time.sleep(0.5)  # the last responses are on their way through postprocess
-            os.kill(parent, signal.SIGTERM)
-            time.sleep(_EXIT_WAIT)
-            self._relay.close()
-            os._exit(1)
-
-        threading.Thread(target=end, name="end-server", daemon=True).start()
-
-
-def _as_error(chunk: Chunk) -> GlmServeError:
-    if chunk.error_code == Unavailable.code:
-        return Unavailable(chunk.error)
-    return GlmServeError(chunk.error)
-
-
-def _report(uid: str, error: BaseException) -> None:
-    print(f"glm_dsa: request {uid}: {error!r}", flush=True)
-
-
-@contextlib.contextmanager
-def _reporting(uid: str) -> Iterator[None]:
-    """A request that the server no longer knows must not end the sender thread."""
-    try:
-        yield
-    except Exception as error:
-        _report(uid, error)
+            parts = [[r] for r in answer.open] if answer.source.stream else [answer.open.copy()]
+            for part in parts:
+                with reporting(uid):
+                    self._send(answer, part)

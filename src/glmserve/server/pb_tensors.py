@@ -58,18 +58,16 @@ def read_parameters(request: Any) -> dict[str, Any]:
 
 
 def make_outputs(table: Iterable[Tensor], values: Mapping[str, Any]) -> list[Any]:
-    """Makes the output tensors; one whose value is None is left out."""
+    """Makes the output tensors from single values, lists or arrays; None is left out."""
     outputs = []
     for tensor in table:
         value = values[tensor.name]
         if value is None:
             continue
+        items = value if isinstance(value, list | np.ndarray) else [value]
         if tensor.dtype == "STRING":
-            array = np.array([value.encode()], dtype=np.object_)
-        elif isinstance(value, np.ndarray):
-            array = value.astype(_NUMPY[tensor.dtype], copy=False)
-        else:
-            array = np.array([value], dtype=_NUMPY[tensor.dtype])
+            items = [item.encode() for item in items]
+        array = np.asarray(items, dtype=_NUMPY[tensor.dtype])
         outputs.append(pb.Tensor(tensor.name, array))
     return outputs
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the postprocess model does: tokens of many requests become text, one response each.
 
-State is kept by request_uid and swept by age, because a request whose client left may never show
-its last response. Through the relay it acknowledges every response, stops a request at a stop
-string and passes on that a client has gone. Not its job: how ids become text (`text.output`),
-tensors.
+State is kept by request_uid and choice, and swept by age, because a request whose client left may
+never show its last response. Through the relay it acknowledges every response, stops a request at
+a stop string and passes on that a client has gone. Not its job: how ids become text
+(`text.output`), tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CANCEL_POLL: Final = 0.1  # seconds between two questions whether a client is s
 
 @dataclass
 class _Answer:
-    """A request between its first and its last response."""
+    """A choice of a request between its first and its last response."""
 
     processor: OutputProcessor
     echo: str
@@ -47,7 +47,7 @@ class PostprocessStage:
         self._tokenizer = tokenizer
         self._logprobs = LogprobFormat(tokenizer)
         self._relay = relay
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[tuple[str, int], _Answer] = {}  # by uid and choice
         self._swept_at = time.monotonic()
 
     def close(self) -> None:
@@ -57,32 +57,33 @@ class PostprocessStage:
         """Never raises for a single request's sake: what goes wrong travels as data."""
         now = time.monotonic()
         self._sweep(now)
-        uid = tokens.request_uid
+        key = uid, choice = tokens.request_uid, tokens.sequence_index
         try:
             answer = self._answer(tokens, now)
             delta = answer.processor.push(tokens.output_ids, tokens.finish_reason or None)
         except Exception as error:  # the request's own: a broken id, lost state
-            self._answers.pop(uid, None)
-            self._relay.tell(op="stop", uid=uid, index=tokens.index)
+            self._answers.pop(key, None)
+            self._relay.tell(op="stop", uid=uid, choice=choice, index=tokens.index)
             return self._response(tokens, None, OutputDelta(), error=f"postprocess: {error}")
         if delta.stopped:
-            self._relay.tell(op="stop", uid=uid, index=tokens.index)
+            self._relay.tell(op="stop", uid=uid, choice=choice, index=tokens.index)
         else:
             if now - answer.asked_at > _CANCEL_POLL and not tokens.finish_reason:
                 answer.asked_at = now
                 if is_cancelled():
                     self._relay.tell(op="cancel", uid=uid)
-            self._relay.tell(op="ack", uid=uid, index=tokens.index)
+            self._relay.tell(op="ack", uid=uid, choice=choice, index=tokens.index)
         if delta.finish_reason is not None:
-            del self._answers[uid]
+            del self._answers[key]
         return self._response(tokens, answer, delta)
 
     def _answer(self, tokens: TokensResponse, now: float) -> _Answer:
+        key = tokens.request_uid, tokens.sequence_index
         if tokens.output_settings is not None:
             settings = OutputSettings.from_json(tokens.output_settings)
             processor = OutputProcessor(self._tokenizer, settings.options)
-            self._answers[tokens.request_uid] = _Answer(processor, settings.echo, now, now)
-        answer = self._answers.get(tokens.request_uid)
+            self._answers[key] = _Answer(processor, settings.echo, now, now)
+        answer = self._answers.get(key)
         if answer is None:
             raise LookupError("the state of this request was dropped")
         answer.seen_at = now
@@ -121,6 +122,7 @@ class PostprocessStage:
             num_reasoning_tokens=reasoning,
             request_uid=tokens.request_uid,
             index=tokens.index,
+            sequence_index=tokens.sequence_index,
             error_message=error or tokens.error_message,
         )
 
@@ -128,6 +130,6 @@ class PostprocessStage:
         if now - self._swept_at < _SWEEP_EVERY:
             return
         self._swept_at = now
-        for uid, answer in list(self._answers.items()):
+        for key, answer in list(self._answers.items()):
             if now - answer.seen_at > _FORGET_AFTER:
-                del self._answers[uid]
+                del self._answers[key]

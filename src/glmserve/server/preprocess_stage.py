@@ -40,6 +40,7 @@ _SETTINGS: Final[Mapping[str, str]] = {
     "frequency_penalty": "frequency_penalty",
     "length_penalty": "length_penalty",
     "beam_width": "beam_width",
+    "num_return_sequences": "n",
     "stop_words": "stop",
     "bad_words": "bad_words",
     "stop_token_ids": "stop_token_ids",

@@ -39,8 +39,15 @@ class TokensRequest:
 
 
 @dataclass(frozen=True)
+class StopRequest:
+    """A request of the glm_dsa model that ends another one."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
 class TokensResponse:
-    """One data response of the glm_dsa model; field names are tensor names."""
+    """New tokens of one choice, as glm_dsa sends them; field names are tensor names."""
 
     output_ids: IntArray  # [new tokens] int32
     finish_reason: str  # "" until the last one
@@ -49,7 +56,8 @@ class TokensResponse:
     num_cached_tokens: int
     num_output_tokens: int
     request_uid: str
-    index: int
+    index: int  # of this choice's responses
+    sequence_index: int  # the choice
     error_message: str
     output_settings: str | None = None  # in the first response only
     logprobs: str | None = None  # JSON (`logprobs.encode_logprobs`), when asked for
@@ -58,7 +66,7 @@ class TokensResponse:
 
 @dataclass(frozen=True)
 class TextResponse:
-    """One data response of the ensemble; field names are tensor names."""
+    """What is new of one choice, as clients get it; field names are tensor names."""
 
     text_output: str
     reasoning_content: str
@@ -73,5 +81,6 @@ class TextResponse:
     num_output_tokens: int
     num_reasoning_tokens: int
     request_uid: str
-    index: int
+    index: int  # of this choice's responses
+    sequence_index: int  # the choice
     error_message: str

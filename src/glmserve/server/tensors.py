@@ -57,6 +57,7 @@ _CLIENT_INPUTS: Final = (
     Tensor("frequency_penalty", "FP32", (1,), "In [-2, 2]; 0 = off."),
     Tensor("length_penalty", "FP32", (1,), _NEUTRAL),
     Tensor("beam_width", "INT32", (1,), _NEUTRAL),
+    Tensor("num_return_sequences", "INT32", (1,), "The setting `n`: answers to make, 1 to 16."),
     Tensor("bad_words", "STRING", (-1,), "Texts that must not be written."),
     Tensor(
         "guided_decoding_guide_type",
@@ -84,16 +85,16 @@ _CLIENT_INPUTS: Final = (
 )
 
 _CLIENT_OUTPUTS: Final = (
-    Tensor("text_output", "STRING", (-1,), "New answer text; always one element."),
-    Tensor("reasoning_content", "STRING", (1,), "New reasoning text."),
-    Tensor("tool_calls", "STRING", (1,), "JSON list of tool-call deltas; empty list = none."),
+    Tensor("text_output", "STRING", (-1,), "New answer text."),
+    Tensor("reasoning_content", "STRING", (-1,), "New reasoning text."),
+    Tensor("tool_calls", "STRING", (-1,), "JSON list of tool-call deltas; empty list = none."),
     Tensor(
         "finish_reason",
         "STRING",
         (-1,),
         "Empty until the last data response: stop, length, tool_calls, abort or error.",
     ),
-    Tensor("stop_reason", "STRING", (1,), "The stop string or stop id met, as JSON."),
+    Tensor("stop_reason", "STRING", (-1,), "The stop string or stop id met, as JSON."),
     Tensor("cumulative_logprob", "FP32", (-1,), "Sum over the answer so far; 0 unless asked."),
     Tensor("logprobs", "STRING", (-1,), "JSON list, an object a new token; `null` unless asked."),
     Tensor(
@@ -105,14 +106,15 @@ _CLIENT_OUTPUTS: Final = (
     Tensor("num_input_tokens", "UINT32", (1,), "Prompt tokens."),
     Tensor("num_cached_tokens", "UINT32", (1,), "Prompt tokens that the prefix cache had."),
     Tensor("num_output_tokens", "UINT32", (-1,), "New tokens of this response."),
-    Tensor("num_reasoning_tokens", "UINT32", (1,), "Reasoning tokens among them."),
+    Tensor("num_reasoning_tokens", "UINT32", (-1,), "Reasoning tokens among them."),
     Tensor("request_uid", "STRING", (1,), "The request's unique id."),
-    Tensor("index", "UINT32", (1,), "0, 1, 2 ... of this request's responses."),
-    Tensor("error_message", "STRING", (1,), "Why finish_reason is `error`."),
+    Tensor("index", "UINT32", (-1,), "0, 1, 2 ... of this choice's responses."),
+    Tensor("sequence_index", "INT32", (-1,), "Which of the `n` choices this is, from 0."),
+    Tensor("error_message", "STRING", (-1,), "Why finish_reason is `error`."),
 )
 
 _TOKENS_IN: Final = (
-    Tensor("input_ids", "INT32", (-1,), "Prompt tokens.", optional=False),
+    Tensor("input_ids", "INT32", (-1,), "Prompt tokens; only `stop` goes without."),
     Tensor("sampling_parameters", "STRING", (1,), "JSON object of sampling settings."),
     Tensor("stream", "BOOL", (1,), "false: one response with every token."),
     Tensor("request_uid", "STRING", (1,), "Made by preprocess; a direct caller may leave it out."),
@@ -123,27 +125,32 @@ _TOKENS_IN: Final = (
         "JSON for postprocess, returned with the first "
         "response; its presence says that postprocess acknowledges.",
     ),
+    Tensor("stop", "BOOL", (1,), "true: end the request that `request_uid` names."),
 )
 
 _TOKENS_OUT: Final = (
     Tensor("output_ids", "INT32", (-1,), "New tokens."),
-    Tensor("finish_reason", "STRING", (1,), "Empty until the last data response."),
-    Tensor("stop_token", "INT32", (1,), "The id that ended the answer, -1 = none."),
+    Tensor("finish_reason", "STRING", (-1,), "Empty until the last data response."),
+    Tensor("stop_token", "INT32", (-1,), "The id that ended the answer, -1 = none."),
     Tensor("num_input_tokens", "UINT32", (1,), "Prompt tokens."),
     Tensor("num_cached_tokens", "UINT32", (1,), "Prompt tokens that the prefix cache had."),
-    Tensor("num_output_tokens", "UINT32", (1,), "New tokens of this response."),
+    Tensor("num_output_tokens", "UINT32", (-1,), "New tokens of this response."),
     Tensor("request_uid", "STRING", (1,), "The request's unique id."),
-    Tensor("index", "UINT32", (1,), "0, 1, 2 ... of this request's responses."),
-    Tensor("error_message", "STRING", (1,), "Why finish_reason is `error`."),
+    Tensor("index", "UINT32", (-1,), "0, 1, 2 ... of this choice's responses."),
+    Tensor("sequence_index", "INT32", (-1,), "Which of the `n` choices this is, from 0."),
+    Tensor("error_message", "STRING", (-1,), "Why finish_reason is `error`."),
     Tensor("output_settings", "STRING", (1,), "As received; in the first response only."),
     Tensor(
         "logprobs",
         "STRING",
-        (1,),
+        (-1,),
         "JSON list of [id, logprob, [[id, logprob] ...]], one a new token; absent unless asked.",
     ),
     Tensor("prompt_logprobs", "STRING", (1,), "The same for the prompt; absent when it has none."),
 )
+
+# Inputs of glm_dsa that only its direct callers give.
+DIRECT: Final = ("stop",)
 
 # Outputs of glm_dsa that only some of its responses have.
 _SOMETIMES: Final = ("output_settings", "logprobs", "prompt_logprobs")
@@ -151,7 +158,11 @@ _SOMETIMES: Final = ("output_settings", "logprobs", "prompt_logprobs")
 MODELS: Final[dict[str, ModelTensors]] = {
     "preprocess": ModelTensors(
         _CLIENT_INPUTS,
-        tuple(Tensor(t.name, t.dtype, t.dims, t.doc, optional=False) for t in _TOKENS_IN),
+        tuple(
+            Tensor(t.name, t.dtype, t.dims, t.doc, optional=False)
+            for t in _TOKENS_IN
+            if t.name not in DIRECT
+        ),
     ),
     "glm_dsa": ModelTensors(_TOKENS_IN, _TOKENS_OUT),
     "postprocess": ModelTensors(
