@@ -7,6 +7,7 @@ compares; running this file rewrites README.md. Not its job: any other text of t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +16,9 @@ from glmserve import env
 from glmserve.server.metric_table import METRICS, PREFIX
 from glmserve.server.tensors import MODELS, Tensor
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+KERNELS = ROOT / "bench" / "results" / "kernels.json"
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,9 +53,30 @@ def _metrics() -> str:
     return _table(("metric", "kind", "label", "meaning"), rows)
 
 
+# The decode sizes of one rank, and prefill, of what a step spends most of its time on.
+_SHOWN = ("sparse_mla", "index_logits", "topk_select", "experts", "linear", "boundary")
+
+
+def _kernels() -> str:
+    recorded = json.loads(KERNELS.read_text(encoding="utf-8"))
+    rows = [
+        (row["op"], row["shape"], *(_figure(row[key]) for key in ("us", "floor_us", "peer_us")))
+        for row in recorded["rows"]
+        if row["op"] in _SHOWN and row["peer_us"] is not None
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in recorded["versions"].items())
+    head = f"{recorded['card']}, {versions}, {recorded['date']}:\n\n"
+    return head + _table(("operator", "shape", "us", "floor", "peer"), rows)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ensemble-inputs": lambda: _tensors(MODELS["ensemble"].inputs),
     "ensemble-outputs": lambda: _tensors(MODELS["ensemble"].outputs),
+    "kernels": _kernels,
     "metrics": _metrics,
     "settings": _settings,
 }
