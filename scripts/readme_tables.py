@@ -69,7 +69,9 @@ def _kernels() -> str:
     return head + _table(("operator", "shape", "us", "floor", "peer"), rows)
 
 
-def _figure(value: float) -> str:
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
