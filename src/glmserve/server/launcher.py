@@ -195,6 +195,8 @@ def serve(options: ServeOptions) -> int:
     checkpoint = options.settings.get(env.CHECKPOINT.name) or env.CHECKPOINT.get()
     directory = Path(checkpoint).absolute() if checkpoint else _default_checkpoint()
     settings = {**options.settings, env.CHECKPOINT.name: str(directory)}
+    if not checkpoint and not env.DEVICE.is_set():
+        settings.setdefault(env.DEVICE.name, "cpu")  # no kernel serves the tiny checkpoint's sizes
     options = ServeOptions(**{**vars(options), "settings": settings})
     with EmbeddedServer(options) as server:
         try:
