@@ -2,8 +2,8 @@
 """Which form of an operator runs: Triton on CUDA tensors, the reference elsewhere.
 
 A kernel serves named dimensions only. What it does not serve is refused by name, or runs on the
-reference where the user asked for that (`allow_reference`). Forms are found once for each device
-and shape and remembered by their operators.
+reference where the user asked for that (`allow_reference`). The answer depends on device, shapes
+and dtypes alone, so a captured graph never meets another form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class UnservedShape(ValueError):
 def allow_reference(allowed: bool) -> None:
     """Lets operators on CUDA tensors fall back to plain torch where no kernel serves them.
 
-    Call it before the first forward pass: forms are remembered.
+    Call it before the first forward pass: a captured graph keeps the forms that it was made with.
     """
     global _reference_allowed
     _reference_allowed = allowed
