@@ -200,14 +200,18 @@ def cases() -> Iterator[Case]:
             up, down = (2 * layout[1], WIDTH), (WIDTH, layout[1])
             floor = sum(floor_us(kind, hit, pairs, n, k) for n, k in (up, down))
             name = "32 of 256 experts" if layout == EP else "256 slices"
-            target = {1: 38.0, 6: 55.0}.get(rows) if layout == EP and kind == "fp8" else None
+            compared = kind == "fp8" and layout == EP
+            target = {1: 38.0, 6: 55.0}.get(rows) if compared else None
+            peer = round(sum(PEERS[rows]), 2) if compared and rows in PEERS else None
             yield Case(
                 "experts",
                 f"{kind}, {name}, {rows} tokens ({hit} hit)",
                 lambda kind=kind, layout=layout, rows=rows: block_problem(kind, layout, rows),
                 floor,
                 2e-2,
-                round(sum(PEERS[rows]), 2) if rows in PEERS and kind == "fp8" and layout == EP else None,
+                round(sum(PEERS[rows]), 2)
+                if rows in PEERS and kind == "fp8" and layout == EP
+                else None,
                 target,
-                {"peer_is": "both products alone"} if kind == "fp8" and layout == EP else {},
+                {"peer_is": "both products alone"} if compared else {},
             )
