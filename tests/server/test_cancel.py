@@ -60,7 +60,8 @@ def test_pages_are_free_within_a_second(
             assert (stream.answer.finish_reason, stream.answer.finals) == ("abort", 1)
             tokens = sum(r["num_output_tokens"] for r in stream.answer.responses)
             assert 0 < tokens < LONG["max_tokens"]
-    assert drafting.status()["running"] == 0
+    status = drafting.status()
+    assert (status["running"], status["postprocess"]) == (0, 0)
 
 
 def test_a_closed_http_connection_frees_the_pages(drafting: Server) -> None:

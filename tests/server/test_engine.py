@@ -116,17 +116,16 @@ def test_sixteen_streams_over_one_protocol_equal_offline(
         assert [got.finals for got in answers] == [1] * STREAMS
 
 
-def test_sigterm_with_sixteen_streams_and_after_failed_requests(checkpoint: Path) -> None:
-    options = ["--checkpoint", str(checkpoint), "--ranks", str(RANKS), "--device", "cpu"]
-    with Server(*options) as server:
-        for _ in range(3):
-            assert server.generate(text_input="x", top_p=0.0)[0] == 400
-        long = {"text_input": "x", **GREEDY, "max_tokens": 3000}
-        streams = BackgroundStreams(server, [long] * STREAMS)
-        wait_until(lambda: server.status()["running"] == STREAMS, 20.0, "sixteen streams run")
-        assert server.stop() < 10.0
-        for got in streams.join(10.0):
-            assert (got.error, got.finish_reason, got.finals) == ("", "abort", 1)
+def test_sigterm_with_sixteen_streams_and_after_failed_requests(server: Server) -> None:
+    """Ends the module's server: the last test that uses it."""
+    for _ in range(3):
+        assert server.generate(text_input="x", top_p=0.0)[0] == 400
+    long = {"text_input": "x", **GREEDY, "max_tokens": 3000}
+    streams = BackgroundStreams(server, [long] * STREAMS)
+    wait_until(lambda: server.status()["running"] == STREAMS, 20.0, "sixteen streams run")
+    assert server.stop() < 10.0
+    for got in streams.join(10.0):
+        assert (got.error, got.finish_reason, got.finals) == ("", "abort", 1)
 
 
 def test_killing_the_last_rank_ends_running_requests_with_an_error(checkpoint: Path) -> None:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from glmserve import env
 from glmserve.server.binaries import prepare
 from glmserve.server.ports import Ports, choose_ports
 from glmserve.server.process_tree import descendants
+from glmserve.server.relay import RelayClient
 from tests.server.harness import SCRIPTED, wait_until
 
 
@@ -69,8 +73,11 @@ class External:
             connection.close()
 
 
-@pytest.fixture
-def external(root: Path, checkpoint: Path, tmp_path: Path) -> Iterator[External]:
+@contextlib.contextmanager
+def _external(
+    root: Path, checkpoint: Path, tmp_path: Path, **parameters: str
+) -> Iterator[External]:
+    """A started server whose three models have these `parameters`."""
     repository = tmp_path / "model_repository"
     shutil.copytree(root / "model_repository", repository)
     for model in ("preprocess", "glm_dsa", "postprocess"):
@@ -79,17 +86,62 @@ def external(root: Path, checkpoint: Path, tmp_path: Path) -> Iterator[External]
         text = config.read_text()
         assert f'{given}"" }}' in text
         text = text.replace(f'{given}""', f'{given}"{checkpoint}"')
-        text += f'parameters {{ key: "engine" value {{ string_value: "{SCRIPTED}" }} }}\n'
+        for key, value in parameters.items():
+            text += f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
         config.write_text(text)
     server = External(repository, tmp_path / "log")
     try:
-        wait_until(server.ready, 60.0, "the ensemble is ready")
         yield server
     finally:
         family = descendants(server.process.pid)
         server.process.terminate()
         server.process.wait(timeout=30)
         wait_until(lambda: not any(p.alive() for p in family), 5.0, "the stubs ended")
+
+
+@pytest.fixture
+def external(root: Path, checkpoint: Path, tmp_path: Path) -> Iterator[External]:
+    """A server with scripted tokens, ready."""
+    with _external(root, checkpoint, tmp_path, engine=SCRIPTED) as server:
+        wait_until(server.ready, 60.0, "the ensemble is ready")
+        yield server
+
+
+def _poll_until_ready(server: External) -> None:
+    """Polls as a probe does: the model is never ready before glm_dsa says that it has loaded."""
+    path = Path(tempfile.gettempdir(), f"glmserve-{os.geteuid()}-{server.process.pid}")
+    relay = RelayClient(path)
+    waited = 0  # polls that found the engine loading and the model not ready
+    deadline = time.monotonic() + 90.0
+    while not server.ready():
+        waited += (relay.ask(op="status") or {}).get("state") == "starting"
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.05)
+    status = relay.ask(op="status")
+    relay.close()
+    assert status is not None and status["state"] == "ready"
+    assert waited > 3
+
+
+def test_the_model_is_not_ready_until_its_ranks_have_loaded(
+    root: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """With the port closed, when the server starts; and with it open, when the model is loaded."""
+    with _external(root, checkpoint, tmp_path, ranks="2", device="cpu") as server:
+        _poll_until_ready(server)
+        unload = {"parameters": {"unload_dependents": True}}
+        assert server.post("/v2/repository/models/ensemble/unload", unload)[0] == 200
+        wait_until(lambda: not descendants(server.process.pid), 20.0, "the ranks ended")
+        assert not server.ready()
+        path = "/v2/repository/models/ensemble/load"
+        loading = threading.Thread(target=server.post, args=(path, {}))
+        loading.start()
+        _poll_until_ready(server)
+        loading.join(timeout=30.0)
+        status, body = server.post(
+            "/v2/models/ensemble/generate", {"text_input": "one two", "max_tokens": 3}
+        )
+        assert status == 200, body
 
 
 def test_settings_from_config_pbtxt_and_a_second_load(external: External) -> None:

@@ -75,6 +75,7 @@ class GlmStage:
         self._answers: dict[str, Answer] = {}
         self._running: dict[str, Running] = {}  # their open choices, by the engine's uid
         self._delivered: dict[str, float] = {}  # uid -> when to stop waiting for its last ack
+        self._postprocess = 0  # answers that postprocess keeps state of, as it last said
         self._draining = False
         self._closing = False
         self._state = "starting"
@@ -143,6 +144,7 @@ class GlmStage:
             "progress": self._progress,
             "failure": self._failure,
             "running": len(self._answers),
+            "postprocess": self._postprocess,
             "unsettled": len(self._delivered) + self._events.qsize(),  # events, last answers
         }
 
@@ -275,6 +277,7 @@ class GlmStage:
 
     def _on_message(self, message: Mapping[str, Any]) -> set[str]:
         op, uid, index = message.get("op"), message.get("uid"), message.get("index", -1)
+        self._postprocess = message.get("open", self._postprocess)
         if op == "drain":
             self._engine.cancel_all()
             touched: set[str] = set()

@@ -58,23 +58,22 @@ class PostprocessStage:
         now = time.monotonic()
         self._sweep(now)
         key = uid, choice = tokens.request_uid, tokens.sequence_index
+        about = {"uid": uid, "choice": choice, "index": tokens.index}
         try:
             answer = self._answer(tokens, now)
             delta = answer.processor.push(tokens.output_ids, tokens.finish_reason or None)
         except Exception as error:  # the request's own: a broken id, lost state
             self._answers.pop(key, None)
-            self._relay.tell(op="stop", uid=uid, choice=choice, index=tokens.index)
+            self._relay.tell(op="stop", **about, open=len(self._answers))
             return self._response(tokens, None, OutputDelta(), error=f"postprocess: {error}")
-        if delta.stopped:
-            self._relay.tell(op="stop", uid=uid, choice=choice, index=tokens.index)
-        else:
-            if now - answer.asked_at > _CANCEL_POLL and not tokens.finish_reason:
-                answer.asked_at = now
-                if is_cancelled():
-                    self._relay.tell(op="cancel", uid=uid)
-            self._relay.tell(op="ack", uid=uid, choice=choice, index=tokens.index)
         if delta.finish_reason is not None:
             del self._answers[key]
+        elif now - answer.asked_at > _CANCEL_POLL:
+            answer.asked_at = now
+            if is_cancelled():
+                self._relay.tell(op="cancel", uid=uid)
+        op = "stop" if delta.stopped else "ack"
+        self._relay.tell(op=op, **about, open=len(self._answers))
         return self._response(tokens, answer, delta)
 
     def _answer(self, tokens: TokensResponse, now: float) -> _Answer:
