@@ -209,9 +209,7 @@ def cases() -> Iterator[Case]:
                 lambda kind=kind, layout=layout, rows=rows: block_problem(kind, layout, rows),
                 floor,
                 2e-2,
-                round(sum(PEERS[rows]), 2)
-                if rows in PEERS and kind == "fp8" and layout == EP
-                else None,
+                peer,
                 target,
                 {"peer_is": "both products alone"} if compared else {},
             )
