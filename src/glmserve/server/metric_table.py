@@ -14,7 +14,10 @@ from typing import Final, Literal
 
 PREFIX: Final = "glm_dsa:"
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+)
 _SHORT_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.25, 0.5, 1.0, 2.5),
@@ -40,7 +43,7 @@ METRICS: Final = (
     Metric(
         "requests_finished_total",
         "counter",
-        "Requests that ended: stop, length, abort, error, or refused by the engine.",
+        "Requests that ended: stop, length, abort, error, refused; each of `n` choices counts.",
         label="finished_reason",
     ),
     Metric("num_preemptions_total", "counter", "Running requests that lost their pages."),
