@@ -318,22 +318,28 @@ class Scheduler:
             self._by_row[row].sampling_steps -= 1
         for chunk in plan.prefill:
             self._publish(self._by_row[chunk.row], chunk.start + chunk.length)
+        by_row = self._by_row
+        # One pass over every row of the step; unpacked once, because this is the hot loop.
         for out in result.outputs:
-            sequence = self._by_row[out.row]
+            row, tokens, stopped, exhausted, _, _, prompt_logprobs, _ = out
+            sequence = by_row[row]
             if sequence.finish_reason is not None:
                 continue  # cancelled while the step was in flight
-            if out.prompt_logprobs:
-                sequence.prompt_logprobs += out.prompt_logprobs
-            if not out.token_ids:
+            if prompt_logprobs:
+                sequence.prompt_logprobs += prompt_logprobs
+            if not tokens:
                 continue
             if sequence.grammar is not None and not self._follow(sequence, out):
                 chunks.append(sequence.chunk())
                 continue
-            sequence.confirm(out.token_ids)
-            self._publish(sequence, sequence.length - 1)  # the last token is not in the caches
-            if out.stopped:
+            sequence.output += tokens
+            sequence.length += len(tokens)
+            computed = sequence.length - 1  # the last token is not in the caches
+            if computed // PAGE_SIZE > sequence.published:
+                self._publish(sequence, computed)
+            if stopped:
                 self._finish(sequence, "stop")
-            elif out.exhausted:
+            elif exhausted:
                 self._finish(sequence, "length")
             chunks.append(sequence.chunk(out))
         for sequence in [s for s in self._leaving if s.last_step <= self._done_step]:
@@ -386,11 +392,7 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """What the engine has done so far, and how full it is."""
         return self.stats.snapshot(
-            len(self.running),
-            len(self.waiting),
-            self.pool.capacity,
-            self.pool.free,
-            self.preemptions,
+            len(self.running), len(self.waiting), self.pool, self.preemptions
         )
 
     def check_integrity(self) -> None:

@@ -25,6 +25,8 @@ from glmserve.messages import (
     TokenLogprobs,
 )
 
+_NOTHING = RowOutput(-1, ())
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -71,10 +73,6 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-    def confirm(self, tokens: tuple[int, ...]) -> None:
-        self.output.extend(tokens)
-        self.length += len(tokens)
 
     def stop_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Ids that end it. A grammar's end is the answer's end, so eos cannot be ignored there."""
@@ -155,18 +153,19 @@ class Sequence:
             prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         number = self.chunks_sent
         self.chunks_sent = number + 1
+        _, tokens, stopped, _, _, logprobs, _, _ = out or _NOTHING
         return Chunk(
             self.uid,
             number,
-            out.token_ids if out else (),
+            tokens,
             self.finish_reason,
             self.prompt_length,
             self.length - self.prompt_length,
             self.cached,
-            out.logprobs if out else (),
+            logprobs,
             prompt_logprobs,
             self.error,
             self.error_code,
-            out.token_ids[-1] if out and out.stopped else None,
+            tokens[-1] if stopped else None,
             self.queued,
         )

@@ -8,9 +8,14 @@ client sees (first token, between tokens) are measured where responses leave, no
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 
 from glmserve.config import MAX_DRAFTS
+from glmserve.engine.page_pool import PagePool
 from glmserve.messages import EngineStats, StepPlan, StepResult
+
+_TOKEN_IDS = attrgetter("token_ids")
+_ACCEPTED = attrgetter("accepted_drafts")
 
 
 class StatsCollector:
@@ -40,18 +45,19 @@ class StatsCollector:
         """Takes in one executed step."""
         self.steps += 1
         self._rows += result.rows_computed
+        outputs = result.outputs
+        self._generated += sum(map(len, map(_TOKEN_IDS, outputs)))
         prompts = {chunk.row for chunk in plan.prefill}
-        accepted = self._accepted
-        for out in result.outputs:
-            self._generated += len(out.token_ids)
-            if out.row not in prompts:
-                self._drafted += self._drafts
-                for position in range(out.accepted_drafts):
-                    accepted[position] += 1
+        drew = (
+            len(outputs) - sum(out.row in prompts for out in outputs) if prompts else len(outputs)
+        )
+        self._drafted += self._drafts * drew
+        # A prefill accepts none, so it adds nothing here.
+        for accepted, rows in Counter(map(_ACCEPTED, outputs)).items():
+            for position in range(accepted):
+                self._accepted[position] += rows
 
-    def snapshot(
-        self, running: int, waiting: int, pages: int, free_pages: int, preemptions: int
-    ) -> EngineStats:
+    def snapshot(self, running: int, waiting: int, pool: PagePool, preemptions: int) -> EngineStats:
         return EngineStats(
             steps=self.steps,
             rows=self._rows,
@@ -64,6 +70,6 @@ class StatsCollector:
             finished=dict(self._finished),
             running=running,
             waiting=waiting,
-            pages=pages,
-            free_pages=free_pages,
+            pages=pool.capacity,
+            free_pages=pool.free,
         )
