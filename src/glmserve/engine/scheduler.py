@@ -108,9 +108,9 @@ class Scheduler:
 
     def cancel(self, uid: str | None) -> list[Chunk]:
         """Ends `uid` (None: every request) now; its row and pages follow when no step names it."""
-        uids = list(self._by_uid) if uid is None else [uid] if uid in self._by_uid else []
+        uids = list(self._by_uid) if uid is None else [uid]
         chunks = []
-        for sequence in [self._by_uid[u] for u in uids]:
+        for sequence in [self._by_uid[u] for u in uids if u in self._by_uid]:
             if sequence.row < 0:
                 self.waiting.remove(sequence)
             self._finish(sequence, "abort")
@@ -135,8 +135,7 @@ class Scheduler:
         return not self._by_uid and not self._leaving
 
     @property
-    def _busy(self) -> bool:
-        """True while a step is in flight."""
+    def _busy(self) -> bool:  # a step is in flight
         return self._done_step != self._next_step - 1
 
     # -- planning -------------------------------------------------------------------------
@@ -167,7 +166,7 @@ class Scheduler:
             sequence = self._by_row[chunk.row]
             sequence.sampling_steps += chunk.final
             sequence.last_step = step
-        rows = tuple(sequence.row for sequence in decode)
+        rows = tuple(s.row for s in decode)
         masked = any(s.grammar for s in decode) or any(
             chunk.final and self._by_row[chunk.row].grammar for chunk in prefill
         )
@@ -319,8 +318,7 @@ class Scheduler:
         for chunk in plan.prefill:
             self._publish(self._by_row[chunk.row], chunk.start + chunk.length)
         by_row = self._by_row
-        # One pass over every row of the step; unpacked once, because this is the hot loop.
-        for out in result.outputs:
+        for out in result.outputs:  # the hot loop: everything is unpacked once
             row, tokens, stopped, exhausted, _, _, prompt_logprobs, _ = out
             sequence = by_row[row]
             if sequence.finish_reason is not None:
@@ -329,7 +327,7 @@ class Scheduler:
                 sequence.prompt_logprobs += prompt_logprobs
             if not tokens:
                 continue
-            if sequence.grammar is not None and not self._follow(sequence, out):
+            if sequence.grammar and not self._follow(sequence, out):
                 chunks.append(sequence.chunk())
                 continue
             sequence.output += tokens
