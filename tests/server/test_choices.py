@@ -31,14 +31,20 @@ def _choices(got: Answer, count: int) -> list[Answer]:
     return choices
 
 
-def _alone(server: Server, seed: int) -> str:
-    sampling = _n(1, seed=seed)
-    return server.grpc_stream(stream=True, sampling_parameters=sampling, **SAMPLED).text
+@pytest.fixture(scope="module")
+def alone(drafting: Server) -> list[str]:
+    """The answers to seeds 40, 41 and 42, asked for one by one."""
+    texts = [
+        drafting.grpc_stream(stream=True, sampling_parameters=_n(1, seed=seed), **SAMPLED).text
+        for seed in (40, 41, 42)
+    ]
+    assert len(set(texts)) == 3
+    return texts
 
 
-def test_choice_i_of_a_seed_is_the_answer_to_seed_plus_i(drafting: Server) -> None:
-    alone = [_alone(drafting, seed) for seed in (40, 41, 42)]
-    assert len(set(alone)) == 3
+def test_choice_i_of_a_seed_is_the_answer_to_seed_plus_i(
+    drafting: Server, alone: list[str]
+) -> None:
     streamed = drafting.grpc_stream(stream=True, sampling_parameters=_n(3, seed=40), **SAMPLED)
     assert streamed.finals == 1
     choices = _choices(streamed, 3)
@@ -48,9 +54,8 @@ def test_choice_i_of_a_seed_is_the_answer_to_seed_plus_i(drafting: Server) -> No
     assert [choice.text for choice in _choices(over_http, 3)] == alone
 
 
-def test_generate_answers_with_one_element_a_choice(drafting: Server) -> None:
+def test_generate_answers_with_one_element_a_choice(drafting: Server, alone: list[str]) -> None:
     """`n` as a parameter, and by TensorRT-LLM's name; the prompt is counted once."""
-    alone = [_alone(drafting, seed) for seed in (40, 41, 42)]
     common = {**SAMPLED, "seed": 40, "ignore_eos": True, "return_logprobs": True}
     for request in ({"n": 3}, {"num_return_sequences": 3}):
         status, body = drafting.generate(**common, **request)
