@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 
@@ -10,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from glmserve.config import EngineConfig
 from glmserve.kernels import sampling as ops
 from glmserve.kernels.sampling.reference import philox_4x32
+from glmserve.messages import RowInit, Shaping
 from glmserve.parallel.group import SingleGroup
+from glmserve.runtime.logit_shaping import DrawingRows, LogitShaping
+from glmserve.runtime.row_state import RowState
 from glmserve.runtime.sampler import Sampler, SamplingRows
 
 CPU = torch.device("cpu")
@@ -56,7 +61,12 @@ def rows_of(
 
 def sample_alone(logits: Tensor, rows: SamplingRows, valid: int | None = None) -> Tensor:
     width = logits.shape[1]
-    return Sampler(SingleGroup(), width, valid or width, CPU).sample(logits, rows)
+    sampler = Sampler(SingleGroup(), width, valid or width, CPU)
+    parts = []
+    for part in torch.arange(len(logits)).split(5000):  # what fits the core's cache
+        some = SamplingRows(*(getattr(rows, f.name)[part] for f in dataclasses.fields(rows)))
+        parts.append(sampler.sample(logits[part], some))
+    return torch.cat(parts)
 
 
 def test_philox_matches_the_published_vector() -> None:
@@ -71,6 +81,17 @@ def test_keys_order_as_their_values() -> None:
     assert (keys[1:] >= keys[:-1]).all()
     assert keys[3] == keys[4] and keys[6] == keys[7]
     assert keys.min() >= 0 and keys.max() < 2**32
+
+
+def assert_chi_square(got: Tensor, want: Tensor) -> None:
+    """Fails when counts this far from the expected ones have a probability below 1e-4."""
+    cells = want > 0
+    chi2 = (((got - want) ** 2)[cells] / want[cells]).sum().item()
+    freedom = int(cells.sum()) - 1
+    # Wilson-Hilferty: the cube root of chi2/f is nearly normal; 3.7 sigma is p = 1e-4.
+    if freedom:
+        z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+        assert z < 3.7, (chi2, freedom)
 
 
 def exact(
@@ -90,6 +111,7 @@ def exact(
     return probs / probs.sum()
 
 
+@pytest.mark.parametrize("draws", [20_000, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -104,21 +126,14 @@ def exact(
     ],
 )
 def test_draws_follow_the_exact_distribution(
-    temperature: float, top_k: int, top_p: float, min_p: float
+    temperature: float, top_k: int, top_p: float, min_p: float, draws: int
 ) -> None:
-    draws = 20_000
     logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 1.5
     rows = rows_of(draws, temperature, top_p, top_k, min_p=min_p)
     got = torch.bincount(sample_alone(logits.expand(draws, -1), rows), minlength=24).double()
     want = exact(logits, temperature, top_k, top_p, min_p) * draws
     assert got[want == 0].sum() == 0
-    cells = want > 0
-    chi2 = (((got - want) ** 2)[cells] / want[cells]).sum().item()
-    freedom = int(cells.sum()) - 1
-    # Wilson-Hilferty: the cube root of chi2/f is nearly normal; 3.7 sigma is p = 1e-4.
-    if freedom:
-        z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-        assert z < 3.7, (chi2, freedom)
+    assert_chi_square(got, want)
 
 
 def test_ties_at_the_kth_value_are_kept() -> None:
@@ -199,3 +214,51 @@ def test_logprobs_are_those_of_the_whole_vocabulary(size: int) -> None:
         assert own[2] == -torch.inf  # an id that no token has
         assert ids.tolist() == order.tolist()
         assert torch.allclose(values, want.gather(1, order))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("penalised", [False, True])
+def test_verified_drafts_follow_the_exact_distribution(penalised: bool) -> None:
+    """Tokens after an accepted draft, and those in place of a rejected one, over 200k draws."""
+    draws, vocab = 200_000, 12
+    generator = torch.Generator().manual_seed(11)
+    first, second = torch.randn(2, vocab, generator=generator) * 1.2
+    state = RowState(EngineConfig("none", num_pages=2, max_rows=1, drafts=1), CPU)
+    shaping = LogitShaping(1, 0, vocab, CPU)
+    settings = Shaping(
+        presence_penalty=0.6 if penalised else 0.0,
+        frequency_penalty=0.3 if penalised else 0.0,
+        repetition_penalty=1.3 if penalised else 1.0,
+        logit_bias=(),
+        allowed_token_ids=None,
+        bad_word_ids=(),
+        prompt=torch.tensor([2, 4], dtype=torch.int32).numpy(),
+        output=torch.tensor([5], dtype=torch.int32).numpy(),
+    )
+    shaping.admit(RowInit(0, 0, 1.0, 1.0, 0, 9, (), shaping=settings))
+
+    def shaped(logits: Tensor, ahead: list[int]) -> Tensor:
+        rows = DrawingRows(
+            torch.zeros(1, dtype=torch.int64), torch.tensor([9]), torch.tensor([ahead])
+        )
+        none = torch.full((1, 1), -1)
+        return shaping.shape(logits[None], rows, none, torch.zeros(1, dtype=torch.int64))[0]
+
+    one = shaped(first, [-1])
+    draft = int(one.argmax())
+    two = shaped(second, [draft])
+    logits = torch.stack([one, two]).repeat(draws, 1)  # two drawing rows a sequence
+    rows = rows_of(2 * draws, 0.9, 0.9, 8, seed=3)
+    tokens = sample_alone(logits, rows).view(draws, 2)
+    accepted = tokens[:, 0] == draft
+    assert 0.02 < accepted.double().mean() < 0.9
+    for got, source in ((tokens[:, 0], one), (tokens[accepted, 1], two)):
+        counts = torch.bincount(got, minlength=vocab).double()
+        want = exact(source, 0.9, 8, 0.9) * len(got)
+        assert counts[want == 0].sum() == 0
+        assert_chi_square(counts, want)
+    # The runtime accepts exactly these: one token where the draft is wrong, two where it is right.
+    state.admit(RowInit(0, 0, 1.0, 1.0, 0, 1 << 40, ()))
+    for pair in tokens[:50]:
+        count, _, _ = state.advance(torch.tensor([0]), pair[None], torch.tensor([[draft]]))
+        assert count.item() == (2 if pair[0] == draft else 1)
