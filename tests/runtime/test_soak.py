@@ -27,11 +27,13 @@ def resident_bytes(pids: list[int]) -> int:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ranks", "count"), [(1, 10_000), (8, 500)])
-def test_no_page_or_request_is_left_after_many(tmp_path: Path, ranks: int, count: int) -> None:
+@pytest.mark.parametrize(("ranks", "count", "pages"), [(1, 10_000, 40), (8, 500, 20)])
+def test_no_page_or_request_is_left_after_many(
+    tmp_path: Path, ranks: int, count: int, pages: int
+) -> None:
     make_checkpoint(tmp_path, "tiny", 7)
     # Few pages, so that requests preempt each other.
-    config = EngineConfig(str(tmp_path), ranks=ranks, num_pages=40, max_rows=32, drafts=1)
+    config = EngineConfig(str(tmp_path), ranks=ranks, num_pages=pages, max_rows=32, drafts=1)
     generator = random.Random(0)
     client = EngineClient.start(config)
     pids = [client.info.engine_pid, *client.info.rank_pids]

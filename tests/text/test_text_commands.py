@@ -83,7 +83,7 @@ def test_parse_streams_deltas(shell: Shell) -> None:
     )
     deltas = [json.loads(line) for line in output.splitlines()]
     assert [delta.get("reasoning_content", "") for delta in deltas] == ["a", "", "", ""]
-    assert [delta.get("text", "") for delta in deltas] == ["", "b", "c", ""]
+    assert [delta.get("content", "") for delta in deltas] == ["", "b", "c", ""]
     assert deltas[-1]["finish_reason"] == "length"
 
 

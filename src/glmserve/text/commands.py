@@ -112,7 +112,9 @@ def run_parse(args: argparse.Namespace) -> int:
     for delta in parse_text(chunks, options, args.finish):
         answer.add(delta)
         if args.stream:
-            changed = {key: value for key, value in delta._asdict().items() if value}
+            fields = delta._asdict()
+            fields["content"] = fields.pop("text")  # as in the whole answer
+            changed = {key: value for key, value in fields.items() if value}
             print(json.dumps(changed, ensure_ascii=False))
     if not args.stream:
         print(json.dumps(answer.as_dict(), ensure_ascii=False))
