@@ -134,6 +134,8 @@ def alone(checkpoint: Path) -> dict[str, list[int]]:
     [
         pytest.param({}, id="batched"),
         pytest.param({"chunk": 7, "page_seed": 5}, id="chunk-7-permuted-pages"),
+        pytest.param({"chunk": 1}, id="chunk-1"),
+        pytest.param({"chunk": 64, "drafts": 2}, id="chunk-64-drafts-2"),
         pytest.param({"num_pages": 8}, id="preempted"),
         pytest.param({"drafts": 1}, id="drafts-1"),
         pytest.param({"drafts": 3, "chunk": 16}, id="drafts-3-chunk-16"),
