@@ -43,7 +43,8 @@ class EngineConfig:
     max_queue: int = 1024  # waiting requests before Unavailable
     valid_tokens: int = 0  # ids below it may be drawn; 0 = every row of the head
     latent_norm_eps: float = 1e-5  # MODEL §8.1: 1e-6 for parity with transformers
-    share_draft_index: bool = True  # later draft passes reuse the first pass's selection
+    # Later draft passes reuse the first pass's selection; None = as the checkpoint says.
+    share_draft_index: bool | None = None
     allow_reference: bool = False  # on CUDA: plain torch where no Triton kernel serves the shape
     steps_in_flight: int = 2  # plans sent before the oldest result is needed
     page_seed: int | None = None  # hand pages out in a seeded random order (tests)

@@ -12,7 +12,7 @@ sampling setting means, and which values are refused, is in `sampling_params`.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -254,7 +254,6 @@ class StepResult:
     step: int
     outputs: tuple[RowOutput, ...] = ()
     rows_computed: int = 0  # token rows that went through the target model
-    timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
 
 
 def encode(message: Any) -> bytes:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from glmserve.checkpoint.synthetic import make_checkpoint
 from glmserve.config import EngineConfig
@@ -269,6 +272,18 @@ def shared(checkpoint: Path) -> Iterator[EngineClient]:
     client = EngineClient.start(EngineConfig(str(checkpoint), num_pages=128))
     yield client
     client.close()
+
+
+def test_a_rank_that_cannot_load_says_why(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    shard = broken / index["weight_map"]["model.norm.weight"]
+    tensors = load_file(shard)
+    del tensors["model.norm.weight"]
+    save_file(tensors, shard)
+    with pytest.raises(EngineError, match=r"(?s)rank \d died.*model\.norm\.weight"):
+        EngineClient.start(EngineConfig(str(broken), ranks=2))
 
 
 def test_settings_that_do_not_fit_the_checkpoint_are_named(checkpoint: Path) -> None:

@@ -49,6 +49,9 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
     model = ModelConfig.from_file(directory / "config.json")
     model.check_ranks(config.ranks, config.expert_layout)
     config = config.with_limits(model.max_position_embeddings)
+    if config.share_draft_index is None:
+        share = model.index_share_for_mtp_iteration
+        config = dataclasses.replace(config, share_draft_index=share)
     if not config.valid_tokens and (directory / "tokenizer.json").exists():
         valid = min(Tokenizer(directory).vocab_size, model.vocab_size)
         config = dataclasses.replace(config, valid_tokens=valid)
@@ -71,8 +74,11 @@ class EngineProcess:
 
     def load(self) -> EngineInfo:
         """Waits until every rank is ready, passing their progress lines on."""
-        while isinstance(message := decode(self.ranks.recv(LOAD_TIMEOUT)), Progress):
-            self.connection.send(message)
+        try:
+            while isinstance(message := decode(self.ranks.recv(LOAD_TIMEOUT)), Progress):
+                self.connection.send(message)
+        except EngineError as error:  # nobody is served yet: the rank's own words may be told
+            raise EngineError(f"{error}\n{self.ranks.failure_detail}") from None
         assert isinstance(message, RanksReady), message
         generation = GenerationConfig.from_directory(self.config.checkpoint)
         eos = generation.eos_token_ids or self.model.eos_token_id

@@ -78,6 +78,7 @@ class Drafter:
         last = torch.searchsorted(rows.order, 2 * (layout.first + drawn.count - 1) + 1)
         draft = _Draft(rows.batch.select(last), out[last], selection.select(last))
         shared = self.config.share_draft_index
+        assert shared is not None, "the engine process fills it in"
         if capture:  # the other way as well; it leaves nothing that a later step reads
             capture.drafts(not shared, *self._passes(draft, not shared))
         tokens, logits = self._passes(draft, shared)

@@ -16,6 +16,7 @@ import torch
 from glmserve.checkpoint.layout import share_bytes
 from glmserve.checkpoint.reader import load_weights
 from glmserve.config import PAGE_SIZE, EngineConfig
+from glmserve.errors import GlmServeError
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.ring import BroadcastRing
 from glmserve.kernels.dispatch import allow_reference
@@ -97,6 +98,9 @@ def main() -> int:
                 results.send(encode(result))
     except Aborted:
         return 1  # another rank died, or the engine is closing; the launcher knows
+    except GlmServeError as error:  # says what is wrong by itself; anything else shows where
+        print(error, file=sys.stderr, flush=True)
+        return 1
 
 
 if __name__ == "__main__":

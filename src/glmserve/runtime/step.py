@@ -6,7 +6,6 @@ This is the eager form that CPU ranks run; a CUDA graph replays the same sequenc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -52,7 +51,6 @@ class StepRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Executes one plan; the result is the same on every rank."""
-        start = time.perf_counter()
         for init in plan.admit:
             self.state.admit(init)
             self.shaping.admit(init)
@@ -66,21 +64,14 @@ class StepRunner:
             return StepResult(plan.step)
         taps = self.capture.begin() if self.capture else None
         hidden = self.decoder.forward(layout.batch, self.caches, taps)
-        forward = time.perf_counter()
         masks = self.grammar.receive(plan.step) if plan.masks_follow else {}
         drawn = self.drawer.draw(layout, hidden, masks)
-        sampled = time.perf_counter()
         if self.drafter:
             self.drafter.draft(layout, hidden, drawn, self.capture)
         if self.capture:
             self.capture.end(layout.batch, hidden, self.decoder.logits(hidden))
-        timings = {
-            "forward": forward - start,
-            "sample": sampled - forward,
-            "draft": time.perf_counter() - sampled,
-        }
         outputs = self._with_drafts(drawn.outputs) if masks else drawn.outputs
-        return StepResult(plan.step, outputs, len(layout.batch.tokens), timings)
+        return StepResult(plan.step, outputs, len(layout.batch.tokens))
 
     def _with_drafts(self, outputs: tuple[RowOutput, ...]) -> tuple[RowOutput, ...]:
         """Adds the new drafts of rows with a grammar: the engine makes masks along them."""

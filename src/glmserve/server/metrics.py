@@ -3,8 +3,8 @@
 
 Every call to a metric is a round trip to the server process (71 us on two cores), so nothing here
 is called where tokens pass: twice a second the thread takes what has been counted since. All three
-kinds work on the 2.51 server of the wheel and on later ones. The server's objects must be gone
-before the stub ends: `close` drops them. Not its job: counting.
+kinds work on the 2.51 server of the wheel; later ones are untried. The server's objects must be
+gone before the stub ends: `close` drops them. Not its job: counting.
 """
 
 from __future__ import annotations

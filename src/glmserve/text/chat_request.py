@@ -22,7 +22,6 @@ MAX_TOOL_CALLS = 4096  # in one message
 MAX_PARTS = 4096  # in one content list
 MAX_TOOLS = 128
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
