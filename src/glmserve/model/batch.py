@@ -7,12 +7,12 @@ Not its job: which rows run (the scheduler's) or what the caches hold (`caches`)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from glmserve.kernels.slot_lookup import slot_lookup
+from glmserve.kernels.take_rows import take_rows
 
 
 @dataclass(frozen=True)
@@ -21,35 +21,53 @@ class StepBatch:
 
     A page-table line must cover every position that a pass touches: its rows' positions, and one
     more for an MTP pass (the entry of position i lies in the slot of i + 1).
+
+    The host knows bounds only: lengths are read by the kernels, on the device. Two batches with
+    the same shapes and the same host fields launch the same kernels with the same arguments, so a
+    captured pass can be replayed with other contents.
     """
 
     tokens: Tensor  # [R] int64
-    positions: Tensor  # [R] int64, position in the sequence
+    positions: Tensor  # [R] int64, position in the sequence less `ahead`
     row_seq: Tensor  # [R] int64, the row's line of the page table
     page_table: Tensor  # [S, P] int32, physical page of logical page p of sequence s
     page_size: int = 64
+    ahead: int = 0  # draft passes since `positions`: each one moves every row on by one
+    # No row sees more positions than this. None: on CPU the furthest row tells, on CUDA (where
+    # asking would wait for the device) a page-table line does.
+    max_context: int | None = None
+    # Every sequence of the batch has exactly so many adjacent rows; None where they differ.
+    rows_per_sequence: int | None = None
 
     def select(self, rows: Tensor) -> StepBatch:
-        """The batch of some rows, by index or boolean mask."""
+        """The batch of some rows, by index [N] int64."""
         return replace(
             self,
-            tokens=self.tokens[rows],
-            positions=self.positions[rows],
-            row_seq=self.row_seq[rows],
+            tokens=take_rows(self.tokens, rows),
+            positions=take_rows(self.positions, rows),
+            row_seq=take_rows(self.row_seq, rows),
+            rows_per_sequence=None,
         )
 
     def advance(self) -> StepBatch:
         """The same rows one position later, for the next draft pass (which reads no tokens)."""
-        return replace(self, positions=self.positions + 1)
+        bound = None if self.max_context is None else self.max_context + 1
+        return replace(self, ahead=self.ahead + 1, max_context=bound)
 
     def slots(self, positions: Tensor) -> Tensor:
         """Physical cache rows [R, k] of each row's sequence at `positions` [R, k]; -1 stays -1."""
         return slot_lookup(positions, self.page_table, self.row_seq, self.page_size)
 
-    @cached_property
-    def max_context(self) -> int:
-        """Positions that the furthest row sees, itself included."""
-        return int(self.positions.max()) + 1
+    def context_bound(self, shift: int) -> int:
+        """Cache coordinates, in whole pages, that hold all that any row sees; rows' entries lie
+        `shift` coordinates after their positions."""
+        line = self.page_table.shape[1] * self.page_size
+        seen = self.max_context
+        if seen is None:
+            if self.positions.is_cuda:
+                return line
+            seen = int(self.positions.max()) + self.ahead + 1
+        return min(line, -(-(seen + shift) // self.page_size) * self.page_size)
 
     def __post_init__(self) -> None:
         rows = self.tokens.shape

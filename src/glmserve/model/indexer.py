@@ -40,6 +40,7 @@ class Indexer:
             step.first,
             batch.page_size,
             -(-step.max_context // batch.page_size) * batch.page_size,  # whole pages
+            batch.rows_per_sequence,
             fill=False,
         )
         positions = topk_select(logits, c.index_topk, step.last, step.first)
