@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small operators around sparse attention: cache writes, query side, value-up, slots, RoPE."""
+"""The small operators around sparse attention: cache writes, query side, value-up, slots, step
+inputs, taken rows."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from glmserve.kernels.quant import quantise_index, read_index_pages, unpack_late
 from glmserve.kernels.query_side import reference as query_reference
 from glmserve.kernels.query_side.kernel import absorb_query, index_query
 from glmserve.kernels.rope import reference as rope_reference
-from glmserve.kernels.rope.kernel import rope_table
 from glmserve.kernels.slot_lookup import reference as slot_reference
 from glmserve.kernels.slot_lookup.kernel import slot_lookup
+from glmserve.kernels.step_inputs import reference as step_reference
+from glmserve.kernels.step_inputs.kernel import step_inputs
+from glmserve.kernels.take_rows.kernel import take_rows
 from glmserve.kernels.value_up.kernel import value_up
 
 HEADS, WIDTH, SLOTS = 8, 2048 + 576 + 160, 1 << 15
@@ -35,7 +38,8 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
     for rows in (6, 192, 8192):
         rope = torch.empty(rows, 32, 2, device=device)
         long = torch.empty(rows, dtype=torch.int64, device=device)
-        yield "rope_table", lambda p=long: rope_table(p, 64, 8e6)
+        table = torch.empty(4, 256, dtype=torch.int32, device=device)
+        yield "step_inputs", lambda p=long, t=table: step_inputs(p, p, t, 64, 0, 1, 64, 8e6)
         kv_b = torch.empty(HEADS, 448, 512, dtype=bf16, device=device)
         query = torch.empty(rows, HEADS, 256, dtype=bf16, device=device)
         latent = torch.empty(rows, HEADS, 512, dtype=bf16, device=device)
@@ -61,6 +65,7 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         positions = torch.empty(6, k, dtype=dtype, device=device)
         rows = torch.empty(6, dtype=torch.int64, device=device)
         yield "slot_lookup", lambda p=positions, r=rows: slot_lookup(p, table, r, 64)
+        yield "take_rows", lambda p=positions, r=rows: take_rows(p, r)
 
 
 def sets_for(bytes_: int) -> int:
@@ -184,18 +189,38 @@ def lookups(rows: int) -> Problem:
     return Problem(launch, sets, error)
 
 
-def tables(rows: int) -> Problem:
-    positions = torch.randint(0, 1 << 20, (rows,), device="cuda")
+def steps(rows: int) -> Problem:
+    torch.manual_seed(0)
+    positions = torch.randint(0, 102_400, (rows,), device="cuda")
+    lines = torch.arange(rows, device="cuda") % 32
+    table = torch.randperm(32 * 1601, device="cuda").int().view(32, 1601)
+    outs: dict[int, step_reference.StepInputs] = {}
+
+    def launch(i: int) -> None:
+        outs[i] = step_inputs(positions, lines, table, 64, 1, 1, 64, 8e6)
+
+    def error() -> float:
+        want = step_reference.step_inputs(
+            positions, lines, table, 64, 1, 1, 64, 8e6, torch.float32
+        )
+        got = outs[0]
+        same = torch.equal(got.last, want.last) and torch.equal(got.own_slots, want.own_slots.int())
+        return float((got.rope - want.rope).abs().max()) if same else float("inf")
+
+    return Problem(launch, 1, error)
+
+
+def taken(rows: int) -> Problem:
+    torch.manual_seed(0)
+    sets = sets_for(rows * 6144 * 2 * 6)
+    hidden = [torch.randn(6 * rows, 6144, device="cuda").bfloat16() for _ in range(sets)]
+    index = torch.randperm(6 * rows, device="cuda")[:rows]
     outs: dict[int, torch.Tensor] = {}
 
     def launch(i: int) -> None:
-        outs[i] = rope_table(positions, 64, 8e6)
+        outs[i] = take_rows(hidden[i], index)
 
-    def error() -> float:
-        want = rope_reference.rope_table(positions, 64, 8e6, torch.float32)
-        return float((outs[0] - want).abs().max())
-
-    return Problem(launch, 1, error)
+    return Problem(launch, sets, lambda: float((outs[0] != hidden[0][index]).float().mean()))
 
 
 def cases() -> Iterator[Case]:
@@ -226,4 +251,8 @@ def cases() -> Iterator[Case]:
                 "slot_lookup", name, lambda r=rows: lookups(r), memory_us(rows * 2048 * 8), 0.0,
                 None, target(rows),
             )  # fmt: skip
-            yield Case("rope", f"table, {name}", lambda r=rows: tables(r), None, 1e-5, None, None)
+            yield Case("step_inputs", name, lambda r=rows: steps(r), None, 1e-5, None, target(rows))
+            yield Case(
+                "take_rows", f"6144, {name}", lambda r=rows: taken(r), memory_us(rows * 6144 * 4),
+                0.0, None, target(rows),
+            )  # fmt: skip

@@ -13,9 +13,9 @@ from glmserve.kernels.latent_inputs.kernel import latent_inputs
 from glmserve.kernels.latent_inputs.reference import IndexKeyNorm
 from glmserve.kernels.query_side import reference as query_reference
 from glmserve.kernels.query_side.kernel import absorb_query, index_query
-from glmserve.kernels.rope.kernel import rope_table
 from glmserve.kernels.slot_lookup import reference as slot_reference
 from glmserve.kernels.slot_lookup.kernel import slot_lookup
+from glmserve.kernels.step_inputs.kernel import step_inputs
 from glmserve.kernels.sparse_mla import reference as mla_reference
 from glmserve.kernels.sparse_mla.launch import sparse_mla
 from glmserve.kernels.topk_select.kernel import topk_select
@@ -44,8 +44,7 @@ def test_kernels_in_a_row_match_wide_references_in_a_row(device: torch.device, f
     mine = torch.cat([(row_seq == s).nonzero()[-ROWS:, 0] for s in range(2)])
 
     # Kernels: every position is written, then the last rows of each sequence attend.
-    rope = rope_table(positions, 64, 8e6)
-    own = slot_lookup(positions[:, None], table, row_seq, 64)[:, 0]
+    rope, last, own = step_inputs(positions, row_seq, table, 64, 0, 0, 64, 8e6)
     shapes = (656, 132) if fp8 else (576, 128)
     latent, index = (
         torch.zeros(PAGES * 64, n, dtype=torch.uint8 if fp8 else bf16, device=device)
@@ -55,7 +54,7 @@ def test_kernels_in_a_row_match_wide_references_in_a_row(device: torch.device, f
     heads = (cq.float() @ wq_b.float().T).to(bf16).view(-1, 32, 128)
     weights = projected[mine, Q + 576 + 128 :]
     iq, iw = index_query(heads, weights, rope[mine], fp8)
-    last, seq = positions[mine], row_seq[mine]
+    last, seq = last[mine], row_seq[mine]
     context = PER * 64
     scores = index_logits(iq, iw, index, table, seq, last, 0, context, ROWS, False, 2)
     chosen = topk_select(scores, K, last, 0)

@@ -12,7 +12,7 @@ from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
 from glmserve.kernels.mtp_input import mtp_input
 from glmserve.kernels.query_side import absorb_query, index_query
 from glmserve.kernels.residual_norm import residual_rms_norm, rms_norm
-from glmserve.kernels.rope import rope_table
+from glmserve.kernels.rope.reference import rope_table
 from tests.kernels.shapes import Draw, Shape, all_dtypes, all_shapes, key
 from tests.tolerances import assert_close
 

@@ -39,7 +39,7 @@ class Indexer:
             step.last,
             step.first,
             batch.page_size,
-            -(-step.max_context // batch.page_size) * batch.page_size,  # whole pages
+            step.max_context,
             batch.rows_per_sequence,
             fill=False,
         )

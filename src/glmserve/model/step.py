@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glmserve.kernels.rope import rope_table
+from glmserve.kernels.step_inputs import step_inputs
+from glmserve.kernels.take_rows import take_rows
 from glmserve.model.batch import StepBatch
 from glmserve.model_config import ModelConfig
 
@@ -22,15 +23,15 @@ class Selection:
     """An index group's result, shared by its layers.
 
     Positions are cache coordinates (see above), ascending, padded with -1 at the end; k is
-    min(index_topk, longest context of the batch in whole pages).
+    min(index_topk, the batch's bound on contexts in whole pages).
     """
 
     positions: Tensor  # [R, k] int32
-    slots: Tensor  # [R, k] int64, physical rows of the same entries, -1 where unused
+    slots: Tensor  # [R, k] int64 (int32 on CUDA), physical rows of the same entries, -1 unused
 
     def select(self, rows: Tensor) -> Selection:
-        """The selections of some rows, by index or boolean mask."""
-        return Selection(self.positions[rows], self.slots[rows])
+        """The selections of some rows, by index [N] int64."""
+        return Selection(take_rows(self.positions, rows), take_rows(self.slots, rows))
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,21 @@ class Step:
     rope: Tensor  # [R, rope / 2, 2] acc, (cos, sin) of the RoPE positions
     last: Tensor  # [R] int64, cache coordinate of the row itself: the last that it sees
     first: int  # the first cache coordinate in use
-    own_slots: Tensor  # [R] int64, where the row's entry is written
+    own_slots: Tensor  # [R] int64 (int32 on CUDA), where the row's entry is written
+    max_context: int  # cache coordinates that scores are made for, whole pages
 
     @classmethod
     def of(cls, batch: StepBatch, config: ModelConfig, dtype: torch.dtype, shift: int) -> Step:
         """`shift` is 0 for the target, 1 for the MTP layer."""
-        rope = rope_table(batch.positions, config.qk_rope_head_dim, config.rope_theta, dtype)
-        last = batch.positions + shift
-        return cls(batch, rope, last, shift, batch.slots(last[:, None])[:, 0])
-
-    @property
-    def max_context(self) -> int:
-        return self.batch.max_context + self.first
+        rope, last, slots = step_inputs(
+            batch.positions,
+            batch.row_seq,
+            batch.page_table,
+            batch.page_size,
+            batch.ahead,
+            shift,
+            config.qk_rope_head_dim,
+            config.rope_theta,
+            dtype,
+        )
+        return cls(batch, rope, last, shift, slots, batch.context_bound(shift))
