@@ -50,7 +50,7 @@ def check(peers: PeerBoundary, weight: torch.Tensor, rows: int, two_shot: bool, 
     partial, residual = inputs(rank, rows, seed)
     if seed % 3 == rank:
         torch.cuda._sleep(200_000)  # ranks arrive at different times
-    normed, total = boundary(peers.memory, partial, residual, weight, EPS, two_shot)
+    (normed, _), total = boundary(peers.memory, partial, residual, weight, EPS, two_shot=two_shot)
     partials = [inputs(r, rows, seed)[0] for r in range(size)]
     want_normed, want_total = boundary_reference(partials, residual, weight, EPS)
     error = (normed.float() - want_normed.float()).norm() / want_normed.float().norm()
@@ -109,7 +109,7 @@ def rank_main(rank: int, size: int, port: int, output: Path) -> None:
             form = "two-shot" if two_shot else "one-shot"
             us = timed(
                 lambda p=partial, r=residual, t=two_shot: boundary(
-                    peers.memory, p, r, weight, EPS, t
+                    peers.memory, p, r, weight, EPS, two_shot=t
                 ),
                 20 if rows > 192 else 50,
             )

@@ -200,9 +200,7 @@ def steps(rows: int) -> Problem:
         outs[i] = step_inputs(positions, lines, table, 64, 1, 1, 64, 8e6)
 
     def error() -> float:
-        want = step_reference.step_inputs(
-            positions, lines, table, 64, 1, 1, 64, 8e6, torch.float32
-        )
+        want = step_reference.step_inputs(positions, lines, table, 64, 1, 1, 64, 8e6, torch.float32)
         got = outs[0]
         same = torch.equal(got.last, want.last) and torch.equal(got.own_slots, want.own_slots.int())
         return float((got.rope - want.rope).abs().max()) if same else float("inf")

@@ -23,7 +23,7 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         for two_shot in (False, True):
             yield (
                 f"{size} ranks, two-shot {two_shot}",
-                lambda m=memory, x=x, t=two_shot: boundary(m, x, x, x[0], 1e-5, t),
+                lambda m=memory, x=x, t=two_shot: boundary(m, x, x, x[0], 1e-5, two_shot=t),
             )
 
 

@@ -96,3 +96,22 @@ def test_dimensions_that_the_kernel_does_not_serve_are_named() -> None:
         torch.empty(1, 80), torch.empty(24), torch.empty(32), rope, cache, torch.empty(64, 16)
     )
     assert set(wrong) == {"q_lora_rank", "latent row", "dtype", "cache row", "index row"}
+
+
+def test_an_index_key_projected_apart_gives_the_same_rows(device: torch.device) -> None:
+    """Block-fp8 latents and bf16 index keys are two products."""
+    x = torch.randn(3, 2048 + 576 + 160, device=device).bfloat16()
+    ones = torch.ones(2048, dtype=torch.bfloat16, device=device)
+    norm = IndexKeyNorm(ones[:128], ones[:128] * 0)
+    rope = rope_table(torch.tensor([1, 2, 3], device=device), 64, 8e6, torch.float32)
+    slots = torch.tensor([7, 0, 70], device=device)
+    pairs = []
+    for parts in ((x, None), (x[:, :2624].contiguous(), x[:, 2624:])):
+        for run in (latent_inputs, reference.latent_inputs):
+            cache, keys = (
+                torch.zeros(SLOTS, n, dtype=torch.uint8, device=device) for n in (656, 132)
+            )
+            q = run(parts[0], ones, ones[:512], rope, slots, cache, keys, norm, 1e-5, parts[1])
+            pairs.append((q, cache, keys))
+    for got, want in zip(pairs[:2], pairs[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

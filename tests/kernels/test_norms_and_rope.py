@@ -11,7 +11,8 @@ from torch import Tensor
 from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
 from glmserve.kernels.mtp_input import mtp_input
 from glmserve.kernels.query_side import absorb_query, index_query
-from glmserve.kernels.residual_norm import residual_rms_norm, rms_norm
+from glmserve.kernels.residual_norm import residual_rms_norm
+from glmserve.kernels.residual_norm.reference import rms_norm
 from glmserve.kernels.rope.reference import rope_table
 from tests.kernels.shapes import Draw, Shape, all_dtypes, all_shapes, key
 from tests.tolerances import assert_close
@@ -45,7 +46,10 @@ def test_rms_norm_and_its_residual_form(shape: Shape, dtype: torch.dtype) -> Non
     assert_close("norm", naive_rms(x, weight, 1e-5), rms_norm(x, weight, 1e-5), key(dtype))
     normed, total = residual_rms_norm(x, residual, weight, 1e-5)
     assert_close("sum", x.double() + residual.double(), total, key(dtype))
-    assert torch.equal(normed, rms_norm(total, weight, 1e-5))
+    assert torch.equal(normed.rows, rms_norm(total, weight, 1e-5))
+    alone, kept = residual_rms_norm(x, None, weight, 1e-5)
+    assert torch.equal(kept, x)
+    assert torch.equal(alone.rows, rms_norm(x, weight, 1e-5))
 
 
 def test_a_wide_partial_sum_is_rounded_once() -> None:

@@ -56,15 +56,17 @@ def test_residual_norm_matches_the_reference(device: torch.device, width: int) -
     weight = torch.randn(width).bfloat16().to(device)
     want, want_total = norm_reference.residual_rms_norm(x, residual, weight, 1e-5)
     normed, total, _ = norm_launch.residual_norm(x, residual, weight, 1e-5)
-    assert total is not None
     assert torch.equal(total, want_total)
     assert_close("normed", want, normed, "operator_bf16")
     unrounded = x.float() + 1e-4  # the sum of several ranks, not yet in bf16
     _, total, _ = norm_launch.residual_norm(unrounded, residual, weight, 1e-5)
-    assert total is not None
     assert torch.equal(total, (unrounded + residual.float()).bfloat16())
-    alone, _, _ = norm_launch.residual_norm(x, None, weight, 1e-5)
+    alone, total, _ = norm_launch.residual_norm(x, None, weight, 1e-5)
+    assert total is x
     assert_close("alone", norm_reference.rms_norm(x, weight, 1e-5), alone, "operator_bf16")
+    rounded, total, _ = norm_launch.residual_norm(unrounded, None, weight, 1e-5)
+    assert torch.equal(total, unrounded.bfloat16())
+    assert torch.equal(rounded, norm_launch.residual_norm(total, None, weight, 1e-5)[0])
 
 
 def test_norm_quantises_what_it_returns(device: torch.device) -> None:
@@ -95,7 +97,13 @@ def test_mtp_input_matches_the_reference(device: torch.device) -> None:
     tensors = [rows_of(3, 200, device) for _ in range(2)]
     tensors += [torch.randn(200).bfloat16().to(device) for _ in range(2)]
     want = mtp_reference.mtp_input(*tensors, 1e-5)
-    assert_close("mtp input", want, mtp_launch.mtp_input(*tensors, 1e-5), "operator_bf16")
+    got = mtp_launch.mtp_input(*tensors, 1e-5)
+    assert_close("mtp input", want, got, "operator_bf16")
+    for columns in (slice(0, 100), slice(150, 250), slice(300, 400)):  # shares of ranks
+        part = mtp_launch.mtp_input(*tensors, 1e-5, columns)
+        assert torch.equal(part, got[:, columns])
+        same = mtp_reference.mtp_input(*tensors, 1e-5, columns)
+        assert torch.equal(same, want[:, columns])
 
 
 def test_embedding_and_head_shards_match_the_reference(device: torch.device) -> None:

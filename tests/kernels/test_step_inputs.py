@@ -19,9 +19,7 @@ def test_equals_the_reference_up_to_a_million_positions(
     table = torch.randperm(3 * 16_385, device=device, dtype=torch.int32).view(3, 16_385)
     lines = torch.tensor([0, 0, 2, 1, 1, 2, 0], device=device)
     got = step_inputs(positions, lines, table, 64, ahead, shift, 64, 8e6)
-    want = reference.step_inputs(
-        positions, lines, table, 64, ahead, shift, 64, 8e6, torch.float32
-    )
+    want = reference.step_inputs(positions, lines, table, 64, ahead, shift, 64, 8e6, torch.float32)
     assert got.rope.shape == (7, 32, 2)
     assert (got.rope - want.rope).abs().max() < 1e-5
     assert torch.equal(got.last, want.last)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from glmserve.checkpoint.weights import AttentionWeights
 from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
-from glmserve.kernels.linear import linear
+from glmserve.kernels.linear import QuantWeight, linear
+from glmserve.kernels.quantise import QuantRows, quantise
 from glmserve.kernels.query_side import absorb_query
+from glmserve.kernels.residual_norm import Normed
 from glmserve.kernels.sparse_mla import sparse_mla
 from glmserve.kernels.value_up import value_up
 from glmserve.model.caches import LayerCache
@@ -30,7 +32,8 @@ class Attention:
         self.w_uk = weights.kv_b[:, : config.qk_nope_head_dim]  # [H, nope, kv_lora]
         self.w_uv = weights.kv_b[:, config.qk_nope_head_dim :]  # [H, v, kv_lora]
         self.scale = config.qk_head_dim**-0.5  # of the unabsorbed head: absorption keeps the dot
-        self.latent_width = config.q_lora_rank + config.latent_dim
+        # A normed latent is no longer than sqrt(kv_lora); one number read back, at load.
+        self.latent_bound = config.kv_lora_rank**0.5 * float(weights.kv_norm.abs().max())
         self.indexer: Indexer | None = None
         self.index_norm: IndexKeyNorm | None = None
         if weights.indexer is not None:
@@ -41,7 +44,7 @@ class Attention:
 
     def forward(
         self,
-        x: Tensor,
+        x: Normed,
         step: Step,
         cache: LayerCache,
         selection: Selection | None,
@@ -53,26 +56,38 @@ class Attention:
         keys unless `write_index` is False; scoring needs them written.
         """
         c, w = self.config, self.weights
-        index_keys = self.indexer is not None and write_index
-        projected = linear(x, w.a_proj if index_keys else w.a_proj[: self.latent_width])
+        index_projected: Tensor | None = None
+        if w.indexer is not None and write_index:
+            index_projected = linear(x.rows, w.indexer.proj)
         q_latent = latent_inputs(
-            projected,
+            linear(x.for_weight(w.a_proj), w.a_proj),
             w.q_norm,
             w.kv_norm,
             step.rope,
             step.own_slots,
             cache.latent,
-            cache.index_k if index_keys else None,
-            self.index_norm if index_keys else None,
+            None if index_projected is None else cache.index_k,
+            None if index_projected is None else self.index_norm,
             self.latent_norm_eps,
+            index_projected,
         )
+        latent_rows: Tensor | QuantRows = q_latent
+        if isinstance(w.q_b, QuantWeight):
+            latent_rows = quantise(q_latent)  # once for q_b and the indexer's wq_b
         if selection is None:
-            assert index_keys, "a pass that scores writes its index keys first"
+            assert index_projected is not None, "a pass that scores writes its index keys first"
             assert self.indexer is not None
             assert cache.index_k is not None
-            head_weights = projected[:, self.latent_width + c.index_head_dim :]
-            selection = self.indexer.select(q_latent, head_weights, cache.index_k, step)
-        query = linear(q_latent, w.q_b).view(len(x), -1, c.qk_head_dim)
+            head_weights = index_projected[:, c.index_head_dim :]
+            selection = self.indexer.select(
+                latent_rows if self.indexer.reads_fp8 else q_latent,
+                head_weights,
+                cache.index_k,
+                step,
+            )
+        query = linear(latent_rows, w.q_b).view(len(q_latent), -1, c.qk_head_dim)
         query = absorb_query(query, self.w_uk, step.rope)
-        latent = sparse_mla(query, cache.latent, selection.slots, c.kv_lora_rank, self.scale)
+        latent = sparse_mla(
+            query, cache.latent, selection.slots, c.kv_lora_rank, self.scale, self.latent_bound
+        )
         return linear(value_up(latent, self.w_uv), w.o_proj), selection

@@ -9,17 +9,34 @@ job: which pages are whose (the engine's page pool).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from glmserve.kernels.quant import (
+    INDEX_DIM,
+    INDEX_PAGE,
+    INDEX_ROW_BYTES,
+    LATENT_DIM,
+    LATENT_ROW_BYTES,
+    ROPE_DIM,
+)
 from glmserve.model_config import ModelConfig
+
+CacheFormat = Literal["plain", "fp8"]  # the model's dtype | rows as `kernels.quant` lays them out
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    latent: Tensor  # [slots, kv_lora + rope]
-    index_k: Tensor | None  # [slots, index_head_dim], full layers only
+    latent: Tensor  # [slots, kv_lora + rope], fp8: uint8 [slots, 656]
+    index_k: Tensor | None  # [slots, index_head_dim], fp8: uint8 [slots, 132]; full layers only
+
+
+def fp8_serves(config: ModelConfig, page_size: int) -> bool:
+    """Whether the fp8 rows of `kernels.quant` fit the model."""
+    sizes = (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim, page_size)
+    return sizes == (LATENT_DIM, ROPE_DIM, INDEX_DIM, INDEX_PAGE)
 
 
 @dataclass(frozen=True)
@@ -37,17 +54,26 @@ class Caches:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        cache_format: CacheFormat = "plain",
     ) -> Caches:
-        """Zeroed, so that a row that was never written cannot bring a NaN into a masked product."""
+        """Zeroed, so that a row that was never written cannot bring a NaN into a masked product.
+
+        fp8 takes latents of 512 with 64 roped dimensions, index keys of 128, pages of 64
+        (`fp8_serves`).
+        """
         slots = num_pages * page_size
+        widths = (config.latent_dim, config.index_head_dim)
+        if cache_format == "fp8":
+            assert fp8_serves(config, page_size), (config.latent_dim, config.index_head_dim)
+            widths, dtype = (LATENT_ROW_BYTES, INDEX_ROW_BYTES), torch.uint8
 
         def layer(full: bool) -> LayerCache:
-            return LayerCache(
-                torch.zeros(slots, config.latent_dim, dtype=dtype, device=device),
-                torch.zeros(slots, config.index_head_dim, dtype=dtype, device=device)
-                if full
-                else None,
+            latent, index_k = (
+                torch.zeros(slots, width, dtype=dtype, device=device) if wanted else None
+                for width, wanted in zip(widths, (True, full), strict=True)
             )
+            assert latent is not None
+            return LayerCache(latent, index_k)
 
         return cls(
             tuple(layer(config.is_full(i)) for i in range(config.num_hidden_layers)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from glmserve.checkpoint.weights import ModelWeights
-from glmserve.kernels.residual_norm import rms_norm
 from glmserve.model.batch import StepBatch
 from glmserve.model.caches import Caches
 from glmserve.model.embedding import Vocabulary
@@ -36,12 +35,17 @@ class Decoder:
         self.vocabulary = Vocabulary(weights, group)
         self.layers = [DecoderLayer(config, w, group, latent_norm_eps) for w in weights.layers]
         self.norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]  # after each layer
+        self.next_reads_fp8 = [layer.reads_fp8 for layer in self.layers[1:]] + [False]
 
     def forward(self, batch: StepBatch, caches: Caches, taps: Taps | None = None) -> Tensor:
         """Hidden states [R, D] after the final norm."""
         step = Step.of(batch, self.config, self.weights.norm.dtype, shift=0)
-        residual = self.vocabulary.embed(batch.tokens)
-        normed = rms_norm(residual, self.weights.layers[0].input_norm, self.config.rms_norm_eps)
+        normed, residual = self.vocabulary.embed_normed(
+            batch.tokens,
+            self.weights.layers[0].input_norm,
+            self.config.rms_norm_eps,
+            self.layers[0].reads_fp8,
+        )
         selection: Selection | None = None
         for i, layer in enumerate(self.layers):
             normed, residual, selection = layer.forward(
@@ -51,9 +55,10 @@ class Decoder:
                 caches.layers[i],
                 None if self.config.is_full(i) else selection,
                 self.norms[i],
+                self.next_reads_fp8[i],
                 taps=taps,
             )
-        return normed
+        return normed.rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> this rank's vocabulary columns [R, V / N], fp32 (fp64 when run in fp64)."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from glmserve.checkpoint.weights import LayerWeights, MoeWeights
+from glmserve.kernels.linear import QuantWeight
+from glmserve.kernels.residual_norm import Normed
 from glmserve.model.attention import Attention
 from glmserve.model.caches import LayerCache
 from glmserve.model.mlp import mlp
@@ -27,33 +29,40 @@ class DecoderLayer:
     ) -> None:
         self.config, self.weights, self.group = config, weights, group
         self.attention = Attention(config, weights.attention, latent_norm_eps)
+        self.reads_fp8 = isinstance(weights.attention.a_proj, QuantWeight)
+        first = weights.ffn.shared if isinstance(weights.ffn, MoeWeights) else weights.ffn
+        self.ffn_reads_fp8 = isinstance(first.gate_up, QuantWeight) or isinstance(
+            weights.ffn.gate_up, QuantWeight
+        )
 
     def forward(
         self,
-        normed: Tensor,
+        normed: Normed,
         residual: Tensor,
         step: Step,
         cache: LayerCache,
         selection: Selection | None,
         next_norm: Tensor,
+        next_reads_fp8: bool,
         write_index: bool = True,
         taps: Taps | None = None,
-    ) -> tuple[Tensor, Tensor, Selection]:
+    ) -> tuple[Normed, Tensor, Selection]:
         """[R, D] normed input and residual -> (normed by `next_norm`, residual, selection used).
 
-        `selection` None makes the layer score for itself (full layers).
+        `selection` None makes the layer score for itself (full layers). next_reads_fp8: whoever
+        takes the result has block-fp8 weights.
         """
         c, w = self.config, self.weights
         partial, selection = self.attention.forward(normed, step, cache, selection, write_index)
         normed, residual = all_reduce_residual_rms_norm(
-            self.group, partial, residual, w.post_norm, c.rms_norm_eps
+            self.group, partial, residual, w.post_norm, c.rms_norm_eps, self.ffn_reads_fp8
         )
         if isinstance(w.ffn, MoeWeights):
             partial, routing = moe(normed, w.ffn, c)
         else:
             partial, routing = mlp(normed, w.ffn), None
         normed, residual = all_reduce_residual_rms_norm(
-            self.group, partial, residual, next_norm, c.rms_norm_eps
+            self.group, partial, residual, next_norm, c.rms_norm_eps, next_reads_fp8
         )
         if taps is not None:
             taps.record(residual, selection, routing)

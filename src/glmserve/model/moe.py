@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glmserve.checkpoint.weights import MoeWeights
 from glmserve.kernels.experts import experts
+from glmserve.kernels.residual_norm import Normed
 from glmserve.kernels.router import route
 from glmserve.model.mlp import mlp
 from glmserve.model_config import ModelConfig
@@ -26,11 +27,13 @@ class Routing:
     weights: Tensor  # [R, k] acc
 
 
-def moe(x: Tensor, weights: MoeWeights, config: ModelConfig) -> tuple[Tensor, Routing]:
+def moe(x: Normed, weights: MoeWeights, config: ModelConfig) -> tuple[Tensor, Routing]:
     """x [R, D] normed -> (this rank's partial [R, D], routing)."""
     ids, shares = route(
-        x, weights.gate, weights.bias, config.num_experts_per_tok, config.routed_scaling_factor
+        x.rows, weights.gate, weights.bias, config.num_experts_per_tok, config.routed_scaling_factor
     )
     shared = mlp(x, weights.shared)
-    partial = experts(x, ids, shares, weights.gate_up, weights.down, weights.first, shared)
+    partial = experts(
+        x.rows, ids, shares, weights.gate_up, weights.down, weights.first, shared, x.quantised
+    )
     return partial, Routing(ids, shares)

@@ -7,7 +7,6 @@ hidden state of the next draft pass. Not its job: which rows draft, or accepting
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from glmserve.checkpoint.weights import ModelWeights
@@ -61,13 +60,18 @@ class Mtp:
         assert caches.mtp is not None
         c, w = self.config, self.weights
         step = Step.of(batch, c, hidden.dtype, shift=1)
-        embedding = self.vocabulary.embed(next_tokens)
-        joined = mtp_input(embedding, hidden, w.embedding_norm, w.hidden_norm, c.rms_norm_eps)
-        partial = linear(joined[:, self.columns].contiguous(), w.eh_proj)
+        eps = c.rms_norm_eps
+        embedding = self.vocabulary.embed(next_tokens, w.embedding_norm, eps)
+        joined = mtp_input(embedding, hidden, w.embedding_norm, w.hidden_norm, eps, self.columns)
         normed, residual = all_reduce_residual_rms_norm(
-            self.group, partial, torch.zeros_like(hidden), w.layer.input_norm, c.rms_norm_eps
+            self.group,
+            linear(joined, w.eh_proj),
+            None,
+            w.layer.input_norm,
+            eps,
+            self.layer.reads_fp8,
         )
         out, _, selection = self.layer.forward(
-            normed, residual, step, caches.mtp, selection, w.norm, write_index
+            normed, residual, step, caches.mtp, selection, w.norm, False, write_index
         )
-        return out, selection
+        return out.rows, selection

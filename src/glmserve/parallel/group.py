@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from glmserve.parallel.peer_memory import PeerBoundary
+
 
 class Group(Protocol):
     """N ranks that call the same operations in the same order with the same shapes and dtypes.
@@ -26,6 +28,11 @@ class Group(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def peers(self) -> PeerBoundary | None:
+        """The layer boundary over memory that the ranks' GPUs share, where the group has it."""
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum over ranks in rank order, same shape and dtype; `x` is left alone."""
@@ -53,6 +60,7 @@ class SingleGroup:
 
     rank = 0
     size = 1
+    peers: PeerBoundary | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glmserve.kernels.boundary.launch import PeerMemory, boundary, shared_bytes
+from glmserve.kernels.residual_norm import Normed
 
 
 class PeerBoundary:
@@ -19,7 +19,12 @@ class PeerBoundary:
 
     def __init__(self, group: dist.ProcessGroup, max_rows: int, width: int) -> None:
         """Collective: every rank of `group` calls it with the same sizes (rows of `width`)."""
+        # Imports Triton, which CPU ranks do without.
         import torch.distributed._symmetric_memory as symmetric
+
+        from glmserve.kernels.boundary.launch import PeerMemory, boundary, shared_bytes
+
+        self._boundary = boundary
 
         device = torch.device("cuda", torch.cuda.current_device())
         capacity = max_rows * width
@@ -39,8 +44,17 @@ class PeerBoundary:
             capacity=capacity,
         )
 
+    def serves(self, partial: Tensor) -> bool:
+        """Whether the memory holds such rows."""
+        return partial.dtype == torch.bfloat16 and partial.numel() <= self.memory.capacity
+
     def __call__(
-        self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantised: bool = False,
+    ) -> tuple[Normed, Tensor]:
         """(rms_norm(s) * weight, s), s = residual + sum of partials over ranks; [R, D] bf16."""
-        return boundary(self.memory, partial, residual, weight, eps)
+        return self._boundary(self.memory, partial, residual, weight, eps, quantised)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from glmserve.ipc.errors import Aborted
 from glmserve.parallel.native import library_fd
 from glmserve.parallel.ordered_sum import accumulator_dtype
 from glmserve.parallel.segment import GroupSegment
+
+if TYPE_CHECKING:
+    from glmserve.parallel.peer_memory import PeerBoundary
 
 _ONE_SHOT_BYTES = 8 << 10  # at 8 ranks on 2 cores both ways take the same near 16 KiB
 # With a core a rank a short look at the counter (about 20 us) saves a sleep and a wake-up; with
@@ -54,6 +57,8 @@ class _Group(ctypes.Structure):
 
 class SharedMemoryGroup:
     """One rank's end; `timeout` seconds bound each wait for the peers (TimeoutError)."""
+
+    peers: PeerBoundary | None = None
 
     def __init__(
         self,

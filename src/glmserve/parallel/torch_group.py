@@ -17,6 +17,7 @@ from torch import Tensor
 
 from glmserve.config import Collectives
 from glmserve.parallel.ordered_sum import accumulator_dtype, sum_in_rank_order
+from glmserve.parallel.peer_memory import PeerBoundary
 
 _ONE_SHOT_BYTES = 512 << 10  # one rank's tensor: above it, gathering `size` copies costs more
 
@@ -27,6 +28,7 @@ class TorchGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.peers: PeerBoundary | None = None
 
     @classmethod
     def join(
@@ -53,6 +55,12 @@ class TorchGroup:
             backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
         )
         return cls(rank, size)
+
+    def share_memory(self, max_rows: int, width: int) -> None:
+        """Collective, NCCL only: maps memory for layer boundaries of up to `max_rows` rows of
+        `width` bf16 values into every rank, 8 * max_rows * width bytes each."""
+        assert dist.group.WORLD is not None
+        self.peers = PeerBoundary(dist.group.WORLD, max_rows, width)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum in rank order. [...] bf16, fp32, fp64, int32 or int64."""

@@ -11,6 +11,7 @@ everywhere.
 import triton
 import triton.language as tl
 
+from ..quantise.kernel import quantise_groups
 from ..residual_norm.kernel import norm_tile
 from ..triton_common import to_bf16
 
@@ -64,6 +65,22 @@ def _sum_of_ranks(buffers, start, at, inside, WORLD: tl.constexpr):
     return total
 
 
+@triton.jit
+def _finish_row(
+    tile, row, rows, at, column, inside, weight, normed, values, scales, width, eps,
+    GROUPS: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """Norms a row of sums, and leaves it in fp8 as well where something reads it so."""
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    result = to_bf16(norm_tile(tile, gain, width, eps))
+    tl.store(normed + at, result, mask=inside)
+    if QUANTISE:
+        group = tl.arange(0, GROUPS)
+        quantised, scale = quantise_groups(result.to(tl.float32))
+        tl.store(values + at, quantised, mask=inside)
+        tl.store(scales + group * rows + row, scale, mask=group * GROUP < width)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def one_shot(
     x,
@@ -74,6 +91,8 @@ def one_shot(
     weight,
     normed,
     total,
+    values,
+    scales,
     rows,
     width,
     capacity,
@@ -81,9 +100,12 @@ def one_shot(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     GROUPS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    QUANTISE: tl.constexpr,
     PHASE: tl.constexpr,
 ):
-    """Every rank reads every rank's rows. x, residual, normed, total [rows, width] bf16.
+    """Every rank reads every rank's rows. x, residual, normed, total [rows, width] bf16; values and
+    scales as `QuantRows`.
 
     buffers, signals [WORLD] int64: addresses of each rank's [2, capacity] bf16 and flags
     [programs, WORLD] int32, all zero at first; state [2] int32: launches done, programs done.
@@ -104,12 +126,14 @@ def one_shot(
         for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
             at = row * width + column
             tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
-            tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            if RESIDUAL:
+                tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
             rounded = to_bf16(tile)
             tl.store(total + at, rounded, mask=inside)
-            gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-            result = norm_tile(rounded.to(tl.float32), gain, width, eps)
-            tl.store(normed + at, to_bf16(result), mask=inside)
+            _finish_row(
+                rounded.to(tl.float32), row, rows, at, column, inside, weight, normed, values,
+                scales, width, eps, GROUPS, QUANTISE,
+            )  # fmt: skip
         _leave(state, launch)
 
 
@@ -123,6 +147,8 @@ def two_shot(
     weight,
     normed,
     total,
+    values,
+    scales,
     rows,
     width,
     capacity,
@@ -130,6 +156,8 @@ def two_shot(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     GROUPS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    QUANTISE: tl.constexpr,
     PHASE: tl.constexpr,
 ):
     """Each rank sums its share of the rows and hands the rounded sums to all: for many rows.
@@ -160,7 +188,8 @@ def two_shot(
             if row < rows:
                 at = row * width + column
                 tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
-                tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+                if RESIDUAL:
+                    tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
                 rounded = to_bf16(tile)
                 for rank in tl.range(WORLD):
                     their = _peer(buffers, rank, tl.bfloat16) + sums
@@ -173,7 +202,8 @@ def two_shot(
                 at = row * width + column
                 value = tl.load(own + sums + at, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(total + at, value, mask=inside)
-                gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-                result = norm_tile(value.to(tl.float32), gain, width, eps)
-                tl.store(normed + at, to_bf16(result), mask=inside)
+                _finish_row(
+                    value.to(tl.float32), row, rows, at, column, inside, weight, normed, values,
+                    scales, width, eps, GROUPS, QUANTISE,
+                )  # fmt: skip
         _leave(state, launch)

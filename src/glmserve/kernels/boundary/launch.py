@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ..quantise.launch import empty_rows
+from ..residual_norm import Normed
 from . import kernel
 
 MAX_PROGRAMS = 128  # one a multiprocessor: all are resident at once
@@ -37,29 +39,35 @@ def shared_bytes(capacity: int, size: int) -> tuple[int, int]:
 def boundary(
     memory: PeerMemory,
     partial: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    quantised: bool = False,
     two_shot: bool | None = None,
     phase: int = 0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Normed, torch.Tensor]:
     """(normed, residual + sum of partials), [R, D] bf16, bit-identical on every rank.
 
-    phase: 0 for a whole launch; 1..3 one of its parts (2 exists in two-shot only), for the
-    interpreter, which cannot run ranks at the same time.
+    residual None stands for zeros. phase: 0 for a whole launch; 1..3 one of its parts (2 exists in
+    two-shot only), for the interpreter, which cannot run ranks at the same time.
     """
     rows, width = partial.shape
     assert rows * width <= memory.capacity, (rows, width, memory.capacity)
+    assert partial.is_contiguous(), partial.stride()
     if two_shot is None:
         # Between two ranks both forms move the same bytes.
         two_shot = memory.size > 2 and rows * width * 2 * (memory.size - 1) > ONE_SHOT_BYTES
-    normed, total = out or (torch.empty_like(residual), torch.empty_like(residual))
+    normed, total = out or (torch.empty_like(partial), torch.empty_like(partial))
+    rows8 = empty_rows(rows, width, partial.device) if quantised else None
     units = -(-rows // memory.size) if two_shot else rows
     function = kernel.two_shot if two_shot else kernel.one_shot
     function[(min(units, MAX_PROGRAMS),)](
-        partial, memory.buffers, memory.signals, memory.state, residual, weight, normed, total,
+        partial, memory.buffers, memory.signals, memory.state,
+        partial if residual is None else residual, weight, normed, total,
+        normed if rows8 is None else rows8.values, weight if rows8 is None else rows8.scales,
         rows, width, memory.capacity, eps, memory.rank, memory.size,
-        triton.next_power_of_2(-(-width // 128)), phase, num_warps=16,
+        triton.next_power_of_2(-(-width // 128)), residual is not None, quantised, phase,
+        num_warps=16,
     )  # fmt: skip
-    return normed, total
+    return Normed(normed, rows8), total

@@ -10,9 +10,12 @@ from ..residual_norm.reference import residual_rms_norm
 
 
 def boundary(
-    partials: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
+    partials: list[torch.Tensor],
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    acc = acc_dtype(residual.dtype)
+    acc = acc_dtype(weight.dtype)
     total = partials[0].to(acc)
     for partial in partials[1:]:
         total = total + partial.to(acc)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import use_kernel
+from ..quantise.reference import QuantRows
 from . import reference
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
@@ -25,6 +26,7 @@ def experts(
     down: ExpertWeight,
     first: int,
     shared: torch.Tensor,
+    quantised: QuantRows | None = None,
 ) -> torch.Tensor:
     """shared + sum over the row's local experts of weight * down(swiglu(gate_up x)), [R, D].
 
@@ -33,6 +35,7 @@ def experts(
     gate_up  [E, 2 I, D], gate rows first; down [E, D, I]: plain, block-fp8 (QuantWeight with a
              leading E) or int4 (Int4Weight)
     shared   [R, D], this rank's part of the shared expert, not scaled
+    quantised  x in fp8 where an earlier kernel made it already (block-fp8 experts read it)
     Summed in acc in ascending order of the expert, rounded once. A row's bits do not depend on the
     rows beside it.
     """
@@ -51,6 +54,6 @@ def experts(
         if use_kernel("experts", "cuda", launch.unserved(x, gate_up, down)):
             return launch.experts(
                 x.contiguous(), ids.contiguous(), weights.contiguous(), gate_up, down, first,
-                shared.contiguous(),
+                shared.contiguous(), quantised,
             )  # fmt: skip
     return reference.experts(x, ids, weights, gate_up, down, first, shared)

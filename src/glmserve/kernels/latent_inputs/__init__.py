@@ -28,6 +28,7 @@ def latent_inputs(
     index_cache: torch.Tensor | None,
     index_norm: IndexKeyNorm | None,
     eps: float,
+    index_projected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes row r into cache slot slots[r] and returns the normed q latent [R, q_lora_rank].
 
@@ -39,6 +40,8 @@ def latent_inputs(
                   or uint8 [slots, 656] (see `quant`)
     index_cache   [slots, index_dim] or None when this pass writes no index keys;
                   its first `rope` dimensions are roped; or uint8 [slots, 132] (see `quant`)
+    index_projected  [R, >= index_dim]: the index key's projection, where it does not stand behind
+                  the latents' in `projected`
     """
     rows, width = projected.shape
     rope_dim = 2 * rope.shape[1]
@@ -50,7 +53,8 @@ def latent_inputs(
     assert (index_cache is None) == (index_norm is None)
     if index_cache is not None:
         assert index_norm is not None
-        used += index_norm.weight.shape[0]
+        if index_projected is None:
+            used += index_norm.weight.shape[0]
         assert index_cache.shape[1] >= rope_dim, index_cache.shape
     assert width >= used, (width, used)
     if projected.is_cuda:
@@ -59,8 +63,10 @@ def latent_inputs(
         odd = kernel.unserved(projected, q_norm, kv_norm, rope, latent_cache, index_cache)
         if use_kernel("latent_inputs", "cuda", odd):
             return kernel.latent_inputs(
-                projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps
-            )
+                projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps,
+                index_projected,
+            )  # fmt: skip
     return reference.latent_inputs(
-        projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps
-    )
+        projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps,
+        index_projected,
+    )  # fmt: skip

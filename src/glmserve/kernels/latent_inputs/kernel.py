@@ -59,8 +59,8 @@ def _write_index_key(
 
 @triton.jit
 def split_norm_write(
-    projected, stride, q_norm, kv_norm, rope, slots, q_latent, latent_cache, index_cache,
-    index_weight, index_bias, eps, index_eps,
+    projected, stride, index_projected, index_stride, q_norm, kv_norm, rope, slots, q_latent,
+    latent_cache, index_cache, index_weight, index_bias, eps, index_eps,
     Q: tl.constexpr, FP8: tl.constexpr, INDEX: tl.constexpr, INDEX_FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -96,8 +96,8 @@ def split_norm_write(
         tl.store(key + 2 * i + 1, to_bf16(odd))
         if INDEX:
             _write_index_key(
-                x + Q + 576, rope, row, slot, index_cache, index_weight, index_bias, index_eps,
-                INDEX_FP8,
+                index_projected + row.to(tl.int64) * index_stride, rope, row, slot, index_cache,
+                index_weight, index_bias, index_eps, INDEX_FP8,
             )  # fmt: skip
 
 
@@ -137,6 +137,7 @@ def latent_inputs(
     index_cache: torch.Tensor | None,
     index_norm: IndexKeyNorm | None,
     eps: float,
+    index_projected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert projected.stride(1) == 1, projected.stride()
     assert rope.is_contiguous(), rope.stride()
@@ -150,9 +151,13 @@ def latent_inputs(
         index = (index_cache, index_norm.weight, index_norm.bias, index_norm.eps)
     else:  # never read
         index = (latent_cache, q_norm, q_norm, 0.0)
+    keys = projected
+    if index_cache is not None:
+        keys = projected[:, q + 576 :] if index_projected is None else index_projected
+    assert keys.stride(1) == 1, keys.stride()
     split_norm_write[(rows, 2)](
-        projected, projected.stride(0), q_norm, kv_norm, rope, slots, q_latent, latent_cache,
-        *index[:3], eps, index[3],
+        projected, projected.stride(0), keys, keys.stride(0), q_norm, kv_norm, rope, slots,
+        q_latent, latent_cache, *index[:3], eps, index[3],
         Q=q, FP8=latent_cache.dtype == torch.uint8, INDEX=index_cache is not None,
         INDEX_FP8=index[0].dtype == torch.uint8, num_warps=4,
     )  # fmt: skip

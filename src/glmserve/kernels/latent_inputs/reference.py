@@ -31,6 +31,7 @@ def latent_inputs(
     index_cache: torch.Tensor | None,
     index_norm: IndexKeyNorm | None,
     eps: float,
+    index_projected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     q_dim, kv_dim, rope_dim = q_norm.shape[0], kv_norm.shape[0], 2 * rope.shape[1]
     q_latent, kv_latent, k_rope, rest = torch.split(
@@ -44,6 +45,7 @@ def latent_inputs(
         row = torch.cat((rms_norm(kv_latent, kv_norm, eps), key_part), -1)
     latent_cache.index_copy_(0, slots.long(), row)
     if index_cache is not None and index_norm is not None:
+        rest = rest if index_projected is None else index_projected
         key = layer_norm(rest[:, : index_norm.weight.shape[0]], index_norm)
         key = torch.cat((rotate(key[:, :rope_dim], rope), key[:, rope_dim:]), -1)
         if index_cache.dtype == torch.uint8:

@@ -15,12 +15,14 @@ def mtp_input(
     embedding_norm: torch.Tensor,
     hidden_norm: torch.Tensor,
     eps: float,
+    columns: slice | None = None,
 ) -> torch.Tensor:
     rows, width = hidden.shape
-    out = torch.empty(rows, 2 * width, dtype=hidden.dtype, device=hidden.device)
+    first, stop = (0, 2 * width) if columns is None else (columns.start, columns.stop)
+    out = torch.empty(rows, stop - first, dtype=hidden.dtype, device=hidden.device)
     groups = triton.next_power_of_2(-(-width // 128))
     kernel.mtp_rows[(rows, 2)](
-        embedding, hidden, embedding_norm, hidden_norm, out, width, eps, groups,
-        num_warps=8 if groups >= 32 else 4,
+        embedding, hidden, embedding_norm, hidden_norm, out, width, first, stop - first, eps,
+        groups, num_warps=8 if groups >= 32 else 4,
     )  # fmt: skip
     return out

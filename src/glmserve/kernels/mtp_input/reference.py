@@ -14,7 +14,9 @@ def mtp_input(
     embedding_norm: torch.Tensor,
     hidden_norm: torch.Tensor,
     eps: float,
+    columns: slice | None = None,
 ) -> torch.Tensor:
-    return torch.cat(
+    pair = torch.cat(
         (rms_norm(embedding, embedding_norm, eps), rms_norm(hidden, hidden_norm, eps)), -1
     )
+    return pair if columns is None else pair[:, columns].contiguous()

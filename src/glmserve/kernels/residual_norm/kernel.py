@@ -30,6 +30,7 @@ def residual_norm_rows(
     width,
     eps,
     RESIDUAL: tl.constexpr,
+    TOTAL: tl.constexpr,
     QUANTISE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -43,6 +44,7 @@ def residual_norm_rows(
     tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if TOTAL:
         rounded = to_bf16(tile)
         tl.store(total + at, rounded, mask=inside)
         tile = rounded.to(tl.float32)

@@ -27,17 +27,19 @@ def residual_norm(
     weight: torch.Tensor,
     eps: float,
     quantised: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, QuantRows | None]:
-    """(normed, x + residual or None, normed in fp8 or None); all [R, D]."""
+) -> tuple[torch.Tensor, torch.Tensor, QuantRows | None]:
+    """(normed, x + residual, normed in fp8 or None); all [R, D]. Without a residual and with rows
+    in the weight's dtype the second is x itself."""
     rows, width = x.shape
     normed = torch.empty(rows, width, dtype=weight.dtype, device=x.device)
-    total = None if residual is None else torch.empty_like(residual)
+    alone = residual is None and x.dtype == weight.dtype
+    total = x if alone else torch.empty(rows, width, dtype=weight.dtype, device=x.device)
     rows8 = empty_rows(rows, width, x.device) if quantised else None
     groups = triton.next_power_of_2(-(-width // GROUP))
     kernel.residual_norm_rows[(rows,)](
-        x, x if residual is None else residual, weight, normed, normed if total is None else total,
+        x, x if residual is None else residual, weight, normed, total,
         normed if rows8 is None else rows8.values, weight if rows8 is None else rows8.scales,
-        rows, width, eps, residual is not None, quantised, groups,
+        rows, width, eps, residual is not None, not alone, quantised, groups,
         num_warps=8 if groups >= 32 else 4,
     )  # fmt: skip
     return normed, total, rows8

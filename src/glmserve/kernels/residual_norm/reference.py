@@ -16,8 +16,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def residual_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    acc = acc_dtype(residual.dtype)
-    total = (x.to(acc) + residual.to(acc)).to(residual.dtype)
+    acc = acc_dtype(weight.dtype)
+    wide = x.to(acc)
+    total = (wide if residual is None else wide + residual.to(acc)).to(weight.dtype)
     return rms_norm(total, weight, eps), total
