@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from glmserve.messages import RowInit, StepMasks
-from glmserve.model.batch import StepBatch
 from glmserve.runtime.grammar_masks import GrammarMasks
-from glmserve.runtime.packing import Layout
 
 VOCAB = 100  # no multiple of 32
 WORDS = 4
@@ -24,12 +22,6 @@ def packed(*allowed: set[int]) -> np.ndarray:
         for token in tokens:
             mask[token // 32] |= np.uint32(1 << token % 32)
     return masks
-
-
-def layout_of(sampled: list[int], width: list[int]) -> Layout:
-    empty = torch.zeros(0, dtype=torch.int64)
-    batch = StepBatch(empty, empty, empty, torch.zeros(1, 1, dtype=torch.int32))
-    return Layout(batch, empty, torch.tensor(sampled), len(sampled), empty, torch.tensor(width), [])
 
 
 def no_message() -> StepMasks:
@@ -45,7 +37,7 @@ def test_bits_fall_on_the_drawing_rows_of_their_sequence(ranks: int) -> None:
         grammar = GrammarMasks(ids, no_message)
         shard = grammar.apply(
             torch.zeros(6, len(ids), dtype=torch.float64),
-            layout_of([4, 7, 2], [2, 3, 1]),
+            {4: (0, 2), 7: (2, 3), 2: (5, 1)},
             {row: torch.from_numpy(mask.view(np.int32)) for row, mask in masks.items()},
         )
         found.append(shard)
@@ -83,6 +75,6 @@ def test_a_row_has_a_grammar_until_its_next_sequence() -> None:
 
     masks = GrammarMasks(torch.arange(VOCAB), no_message)
     masks.admit(init(True))
-    assert masks.has(1) and not masks.has(0)
+    assert 1 in masks.rows and 0 not in masks.rows
     masks.admit(init(False))
-    assert not masks.has(1)
+    assert 1 not in masks.rows

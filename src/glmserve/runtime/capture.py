@@ -32,24 +32,30 @@ class Capture:
         self.taps, self.drafted = Taps(), {}
         return self.taps
 
-    def drafts(self, share: bool, tokens: Tensor, logits: list[Tensor]) -> None:
-        """Keeps draft tokens [N, k] and k logits shards [N, V/N], under the golden's names."""
-        self.drafted[f"mtp_draft_tokens_share{share:d}"] = tokens
+    def drafts(self, share: bool, tokens: list[Tensor], logits: list[Tensor]) -> None:
+        """Keeps k draft tokens [S] and logits shards [S, V/N], under the golden's names."""
+        self.drafted[f"mtp_draft_tokens_share{share:d}"] = torch.stack(tokens, dim=1)
         self.drafted[f"mtp_draft_logits_share{share:d}"] = torch.stack(
             [self._gather(shard) for shard in logits], dim=1
         )
 
-    def end(self, batch: StepBatch, hidden: Tensor, logits: Tensor) -> None:
-        """Gathers the logits shard [R, V/N] of every row and writes the step."""
+    def end(self, batch: StepBatch, hidden: Tensor, logits: Tensor, padding: int) -> None:
+        """Gathers the logits shard [R, V/N] of every row and writes the step, less the rows of
+        sequence `padding`."""
         logits = self._gather(logits)
         if self.group.rank == 0:
+            kept = batch.row_seq != padding
             arrays = {
-                "rows": batch.row_seq,
-                "positions": batch.positions,
-                "logits": logits,
-                "final_hidden": hidden,
+                "rows": batch.row_seq[kept],
+                "positions": batch.positions[kept],
+                "logits": logits[kept],
+                "final_hidden": hidden[kept],
                 **self.drafted,
-                **self.taps.tensors(),
+                **{
+                    # Taps are [layers, R, ..], and the list of routed layers.
+                    key: value[:, kept] if value.dim() > 1 else value
+                    for key, value in self.taps.tensors().items()
+                },
             }
             np.savez(
                 self.directory / f"step-{self.step:06d}.npz",

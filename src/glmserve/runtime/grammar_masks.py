@@ -7,14 +7,13 @@ the ranks do not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glmserve.messages import RowInit, StepMasks
-from glmserve.runtime.packing import Layout
 
 
 class GrammarMasks:
@@ -32,8 +31,10 @@ class GrammarMasks:
         if init.grammar:
             self._rows.add(init.row)
 
-    def has(self, row: int) -> bool:
-        return row in self._rows
+    @property
+    def rows(self) -> Container[int]:
+        """Device rows that have a grammar."""
+        return self._rows
 
     def receive(self, step: int) -> dict[int, Tensor]:
         """Masks of the step by row: [n, words] int32."""
@@ -46,14 +47,19 @@ class GrammarMasks:
             if not part.more:
                 return found
 
-    def apply(self, logits: Tensor, layout: Layout, masks: Mapping[int, Tensor]) -> Tensor:
-        """-inf where a mask's bit is 0: logits [M, width] of every drawing row, in their order."""
+    def apply(
+        self,
+        logits: Tensor,
+        places: Mapping[int, tuple[int, int]],
+        masks: Mapping[int, Tensor],
+    ) -> Tensor:
+        """-inf where a mask's bit is 0: logits [M, width] of the drawing rows.
+
+        places: device row -> (its first drawing row, how many)
+        """
         allowed = torch.ones_like(logits, dtype=torch.bool)
-        start = 0
-        for row, width in zip(layout.sampled.tolist(), layout.width.tolist(), strict=True):
-            mask = masks.get(row)
-            if mask is not None:
-                places = min(width, len(mask))  # later ones are not reached
-                allowed[start : start + places] = ((mask[:places, self._word] >> self._bit) & 1) > 0
-            start += width
+        for row, mask in masks.items():
+            start, width = places[row]
+            count = min(width, len(mask))  # later ones are not reached
+            allowed[start : start + count] = ((mask[:count, self._word] >> self._bit) & 1) > 0
         return logits.masked_fill(~allowed, -torch.inf)

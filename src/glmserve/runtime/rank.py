@@ -93,9 +93,9 @@ def main() -> int:
         if results is not None:
             results.send(encode(ready))
         while True:
-            result = runner.run(decode(plans.recv()))
+            pending = runner.run(decode(plans.recv()))
             if results is not None:
-                results.send(encode(result))
+                results.send(encode(pending.wait()))
     except Aborted:
         return 1  # another rank died, or the engine is closing; the launcher knows
     except GlmServeError as error:  # says what is wrong by itself; anything else shows where

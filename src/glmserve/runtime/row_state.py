@@ -3,114 +3,116 @@
 
 A row is a running sequence. The engine only sends what it decides (rows in, pages, prompt
 tokens); lengths, last tokens, drafts, what remains and whether a row still runs follow from the
-draws, which are identical on every rank, so every rank keeps an identical copy.
+draws, which are identical on every rank, so every rank keeps an identical copy. The tables have
+one line more than there are rows: the padding row, whose pages are all the scratch page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from glmserve.config import EngineConfig
+from glmserve.kernels.row_state import columns, put_rows
 from glmserve.messages import DraftScript, PageGrant, RowInit
 from glmserve.runtime.sampler import SamplingRows
+from glmserve.runtime.uploads import upload
 from glmserve.sampling_params import MAX_STOP_TOKENS
 
-_MAX_STOPS = MAX_STOP_TOKENS + 16  # a request's own and the checkpoint's eos ids
+# A request's own ids and as many eos ids of the checkpoint.
+assert columns.MAX_STOPS >= MAX_STOP_TOKENS + 16
 _SIGN_64 = 1 << 63
+_TEMPERATURE, _TOP_P, _MIN_P, _REALS = 0, 1, 2, 4  # columns of the table of real numbers
 
 
 class RowState:
-    """Tensors over `max_rows` rows, on the device of the model."""
+    """Tables on the device of the model, and what the host knows of the same rows."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        rows = config.max_rows
-
-        def integers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        self.length = integers(rows)  # tokens known, the last one not yet in the caches
-        self.last_token = integers(rows)
-        self.drafts = integers(rows, config.drafts)
-        self.remaining = integers(rows)
-        self.active = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
-        self.top_k = integers(rows)
-        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.stops_from = integers(rows)  # first position at which a stop id may be drawn
-        self.logprobs = integers(rows) - 1  # alternatives reported with each token, -1 = none
-        self.prompt_logprobs = integers(rows) - 1
-        self.seeds = integers(rows)
-        self.stops = integers(rows, _MAX_STOPS)  # ids, padded with -1
-        scratch = config.num_pages - 1
+        lines = config.max_rows + 1
+        self.device, self.drafts, self.padding = device, config.drafts, config.max_rows
+        self.table = torch.zeros(lines, columns.width(config.drafts), dtype=torch.int64)
+        self.table[:, columns.STOPS : columns.DRAFTS] = -1
+        self.table = self.table.to(device)
+        self.reals = torch.zeros(lines, _REALS, dtype=torch.float64, device=device)
+        self.temperature = self.reals[:, _TEMPERATURE]  # 0 = greedy
+        self.top_p, self.min_p = self.reals[:, _TOP_P], self.reals[:, _MIN_P]
+        self.top_k, self.seeds = self.table[:, columns.TOP_K], self.table[:, columns.SEED]
+        self.stops = self.table[:, columns.STOPS : columns.DRAFTS]
+        self.stops_from = self.table[:, columns.STOPS_FROM]
         self.page_table = torch.full(
-            (rows, config.pages_per_row), scratch, dtype=torch.int32, device=device
+            (lines, config.pages_per_row), config.num_pages - 1, dtype=torch.int32, device=device
         )
-        self._scratch = scratch
+        self.no_tokens = torch.empty(0, dtype=torch.int64, device=device)
+        # The host's side: alternatives to report with each token, and test drafts.
+        self.logprobs: dict[int, int] = {}
+        self.prompt_logprobs: dict[int, int] = {}
         self.scripts: dict[int, tuple[int, DraftScript]] = {}  # row -> prompt length, test drafts
 
-    def admit(self, init: RowInit) -> None:
-        """Puts a sequence into a row; it becomes active when its prompt has been computed."""
-        row = init.row
-        self.length[row] = 0
-        self.active[row] = False
-        self.remaining[row] = init.remaining
-        self.temperature[row] = init.temperature
-        self.top_p[row] = init.top_p
-        self.top_k[row] = init.top_k
-        self.min_p[row] = init.min_p
-        self.stops_from[row] = init.stops_from
-        self.logprobs[row] = -1 if init.logprobs is None else init.logprobs
-        asked = init.prompt_logprobs
-        self.prompt_logprobs[row] = -1 if asked is None else asked
-        # The same 64 bits as a signed number: torch has no uint64 arithmetic.
-        self.seeds[row] = init.seed - 2 * _SIGN_64 if init.seed >= _SIGN_64 else init.seed
-        self.stops[row] = -1
-        assert len(init.stop_token_ids) <= _MAX_STOPS
-        self.stops[row, : len(init.stop_token_ids)] = torch.tensor(
-            init.stop_token_ids, dtype=torch.int64
+    def admit(self, inits: Sequence[RowInit], grants: Sequence[PageGrant]) -> None:
+        """Puts sequences into rows (they decode once their prompts are computed) and pages into
+        page tables. What a page-table line held before is left: nothing reads past the grants."""
+        if not inits and not grants:
+            return
+        lines = np.zeros((len(inits), self.table.shape[1]), dtype=np.int64)
+        reals = np.zeros((len(inits), _REALS), dtype=np.float64)
+        for line, real, init in zip(lines, reals, inits, strict=True):
+            self._fill(line, real, init)
+        width = self.page_table.shape[1]
+        entries = [
+            np.arange(grant.start, grant.start + len(grant.pages), dtype=np.int64)
+            + grant.row * width
+            for grant in grants
+        ]
+        rows, new, real, where, pages = upload(
+            [
+                np.array([init.row for init in inits], dtype=np.int64),
+                lines,
+                reals,
+                np.concatenate([*entries, np.empty(0, dtype=np.int64)]),
+                np.concatenate([*(g.pages for g in grants), np.empty(0, dtype=np.int32)])[:, None],
+            ],
+            self.device,
         )
-        self.page_table[row] = self._scratch
-        self.scripts.pop(row, None)
-        if init.draft_script is not None:
-            self.scripts[row] = (init.prompt_length, init.draft_script)
+        put_rows(self.table, rows, new)
+        put_rows(self.reals, rows, real)
+        put_rows(self.page_table.view(-1, 1), where, pages)
 
-    def grant(self, grants: Iterable[PageGrant]) -> None:
-        for grant in grants:
-            end = grant.start + len(grant.pages)
-            self.page_table[grant.row, grant.start : end] = torch.from_numpy(grant.pages)
+    def _fill(self, line: np.ndarray, real: np.ndarray, init: RowInit) -> None:  # type: ignore[type-arg]
+        line[columns.REMAINING] = init.remaining
+        # The same 64 bits as a signed number: torch has no uint64 arithmetic.
+        line[columns.SEED] = init.seed - 2 * _SIGN_64 if init.seed >= _SIGN_64 else init.seed
+        line[columns.TOP_K] = init.top_k
+        line[columns.STOPS_FROM] = init.stops_from
+        assert len(init.stop_token_ids) <= columns.MAX_STOPS, init
+        line[columns.STOPS : columns.DRAFTS] = -1
+        line[columns.STOPS : columns.STOPS + len(init.stop_token_ids)] = init.stop_token_ids
+        real[_TEMPERATURE], real[_TOP_P], real[_MIN_P] = init.temperature, init.top_p, init.min_p
+        for asked, kept in (
+            (init.logprobs, self.logprobs),
+            (init.prompt_logprobs, self.prompt_logprobs),
+        ):
+            kept.pop(init.row, None)
+            if asked is not None:
+                kept[init.row] = asked
+        self.scripts.pop(init.row, None)
+        if init.draft_script is not None:
+            self.scripts[init.row] = (init.prompt_length, init.draft_script)
+
+    def lengths(self, rows: Tensor) -> Tensor:
+        """Known tokens of `rows` [R]."""
+        return self.table[rows, columns.LENGTH]
 
     def sampling(self, rows: Tensor, positions: Tensor) -> SamplingRows:
         """Settings for drawing the tokens at `positions` [R] of `rows` [R]."""
         return SamplingRows(
-            self.temperature[rows],
+            self.temperature[rows].to(torch.float32),
             self.top_p[rows],
             self.top_k[rows],
-            self.min_p[rows],
+            self.min_p[rows].to(torch.float32),
             self.seeds[rows],
             positions,
         )
-
-    def advance(self, rows: Tensor, draws: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Verifies `drafts` [N, k] against `draws` [N, k + 1] and moves the rows on.
-
-        A draft is accepted while the draw at its place equals it (DESIGN §3.2); the first draw
-        that differs, or the one after the last draft, is the row's next token. The tokens are cut
-        after a stop id and at `remaining`. Returns confirmed counts [N], stopped [N], exhausted
-        [N]; the confirmed tokens are draws[:, :count].
-        """
-        accepted = (draws[:, :-1] == drafts).to(torch.int64).cumprod(dim=1).sum(dim=1)
-        is_stop = (draws[:, :, None] == self.stops[rows][:, None, :]).any(dim=2)
-        before_stop = (~is_stop).to(torch.int64).cumprod(dim=1).sum(dim=1)  # draws ahead of a stop
-        remaining = self.remaining[rows]
-        count = torch.minimum(torch.minimum(accepted, before_stop) + 1, remaining)
-        stopped = before_stop < count
-        exhausted = (count == remaining) & ~stopped
-        self.length[rows] += count
-        self.last_token[rows] = draws.gather(1, (count - 1)[:, None])[:, 0]
-        self.remaining[rows] = remaining - count
-        self.active[rows] = ~(stopped | exhausted)
-        return count, stopped, exhausted

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of the model on this rank: target forward, draws, verification, draft passes.
 
-This is the eager form that CPU ranks run; a CUDA graph replays the same sequence of operators.
+The shape of a step is known to the host, its contents to the device alone: nothing is read back
+to decide what comes next. A step is launched by `run` and waited for through what `run` returns.
 """
 
 from __future__ import annotations
@@ -9,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from glmserve.config import EngineConfig
-from glmserve.messages import RowOutput, StepMasks, StepPlan, StepResult
+from glmserve.messages import StepMasks, StepPlan
 from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
+from glmserve.model.taps import Taps
 from glmserve.runtime.capture import Capture
 from glmserve.runtime.drafting import Drafter
 from glmserve.runtime.drawing import Drawer
 from glmserve.runtime.grammar_masks import GrammarMasks
 from glmserve.runtime.logit_shaping import LogitShaping
-from glmserve.runtime.packing import pack
+from glmserve.runtime.logprobs import LogprobReporter
+from glmserve.runtime.packing import Layout, Places, decode_layout, pack, padded_rows
+from glmserve.runtime.results import Pending, to_host
 from glmserve.runtime.row_state import RowState
 from glmserve.runtime.sampler import Sampler
+from glmserve.runtime.uploads import upload
 
 
 class StepRunner:
@@ -43,41 +49,62 @@ class StepRunner:
         assert (mtp is not None) == (config.drafts > 0)
         self.decoder, self.caches, self.capture = decoder, caches, capture
         self.state = RowState(config, device)
-        self.shaping = LogitShaping(config.max_rows, int(sampler.ids[0]), len(sampler.ids), device)
+        lines = config.max_rows + 1
+        self.shaping = LogitShaping(lines, int(sampler.ids[0]), len(sampler.ids), device)
         self.grammar = GrammarMasks(sampler.ids, fetch_masks)
-        self.drawer = Drawer(decoder, sampler, self.state, self.shaping, self.grammar)
+        self.drawer = Drawer(decoder, sampler, self.state, self.shaping)
         self.drafter = Drafter(config, decoder, mtp, caches, sampler, self.state) if mtp else None
+        self.reporter = LogprobReporter(decoder, sampler, self.state)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Executes one plan; the result is the same on every rank."""
+    def run(self, plan: StepPlan) -> Pending:
+        """Launches one plan; the results are the same on every rank."""
         for init in plan.admit:
-            self.state.admit(init)
             self.shaping.admit(init)
             self.grammar.admit(init)
-        self.state.grant(plan.grants)
-        layout = pack(plan, self.state)
-        if layout is None:
-            assert not plan.masks_follow, (
-                "rows with a grammar are planned when they are known to run"
-            )
-            return StepResult(plan.step)
-        taps = self.capture.begin() if self.capture else None
-        hidden = self.decoder.forward(layout.batch, self.caches, taps)
-        masks = self.grammar.receive(plan.step) if plan.masks_follow else {}
-        drawn = self.drawer.draw(layout, hidden, masks)
+        self.state.admit(plan.admit, plan.grants)
+        places = Places.of(plan, self.state.drafts)
+        layout = self._layout(plan, places)
         if self.drafter:
-            self.drafter.draft(layout, hidden, drawn, self.capture)
+            self.drafter.resume(plan)
+        taps = self.capture.begin() if self.capture else None
+        hidden, logits = self.forward(layout, taps)
+        pending = Pending(plan.step, places, None, self.grammar.rows)
+        pending.prompt_logprobs = self.reporter.of_prompts(plan, places, layout, hidden)
+        shaped = logits
+        if plan.masks_follow:
+            masks = self.grammar.receive(plan.step)
+            shaped = self.grammar.apply(logits, places.by_row(), masks)
+        draws, results = self.finish(layout, hidden, shaped)
+        if results is not None:
+            pending.results = to_host(results)
+            pending.logprobs = self.reporter.of_draws(places, logits, draws)
         if self.capture:
-            self.capture.end(layout.batch, hidden, self.decoder.logits(hidden))
-        outputs = self._with_drafts(drawn.outputs) if masks else drawn.outputs
-        return StepResult(plan.step, outputs, len(layout.batch.tokens))
+            self.capture.end(layout.batch, hidden, self.decoder.logits(hidden), self.state.padding)
+        pending.mark(self.state.device)
+        return pending
 
-    def _with_drafts(self, outputs: tuple[RowOutput, ...]) -> tuple[RowOutput, ...]:
-        """Adds the new drafts of rows with a grammar: the engine makes masks along them."""
-        return tuple(
-            out._replace(drafts=tuple(self.state.drafts[out.row].tolist()))
-            if self.grammar.has(out.row)
-            else out
-            for out in outputs
-        )
+    def forward(self, layout: Layout, taps: Taps | None = None) -> tuple[Tensor, Tensor]:
+        """The target model: hidden rows [R, D] and logits [M, V/N] of the drawing rows."""
+        layout.place(self.state)
+        hidden = self.decoder.forward(layout.batch, self.caches, taps)
+        return hidden, self.drawer.logits(layout, hidden)
+
+    def finish(
+        self, layout: Layout, hidden: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draws, verifies, moves the rows on and drafts: draws [M], and the step's results
+        [S, columns.result_width(k)] int32, None where nothing draws."""
+        draws, results, last = self.state.no_tokens, None, None
+        if layout.sequences:
+            draws = self.drawer.draw(layout, logits)
+            results, last = self.drawer.verify(layout, draws)
+        if self.drafter:
+            self.drafter.draft(layout, hidden, last, results, self.capture)
+        return draws, results
+
+    def _layout(self, plan: StepPlan, places: Places) -> Layout:
+        if plan.prefill:
+            return pack(plan, places, self.state, None)
+        rows = padded_rows(places.decode, places.bucket, self.state.padding)
+        return decode_layout(upload([rows], self.state.device)[0], self.state)
