@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -39,17 +40,20 @@ class TokenizerInfo:
     vocab_size: int  # ids that have an entry; the rows above it are padding
 
 
-def write_tokenizer(directory: str | Path, vocab_size: int, seed: int = 0) -> TokenizerInfo:
+def write_tokenizer(
+    directory: str | Path, vocab_size: int, seed: int = 0, texts: Sequence[str] | None = None
+) -> TokenizerInfo:
     """Write the tokenizer files for a model whose head has `vocab_size` rows.
 
-    The same arguments give the same bytes. Raises ConfigError if the byte alphabet, the added
-    tokens and some padding do not fit into `vocab_size`.
+    With `texts` the merges are learnt from them, none across digits, and `seed` is not used. The
+    same arguments give the same bytes. Raises ConfigError if the byte alphabet, the added tokens
+    and some padding do not fit into `vocab_size`.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError("vocab_size", vocab_size, f"a tokenizer needs at least {MIN_VOCAB_SIZE}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _train(vocab_size - len(markers.ADDED_TOKENS) - _PADDING, seed)
+    tokenizer = _train(vocab_size - len(markers.ADDED_TOKENS) - _PADDING, seed, texts)
     tokenizer.add_tokens(
         [
             AddedToken(name, special=special, normalized=False)
@@ -76,26 +80,27 @@ def template_source() -> str:
     return resources.files("glmserve.text").joinpath("chat_template.jinja").read_text("utf-8")
 
 
-def _train(base_size: int, seed: int) -> Tokenizer:
+def _train(base_size: int, seed: int, texts: Sequence[str] | None) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    single_digits = [pre_tokenizers.Digits(individual_digits=True)] if texts is not None else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, *single_digits, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    # The seed leaves out a few lines, so that two seeds give two vocabularies.
-    lines = CORPUS.split("\n")
-    kept = random.Random(seed).sample(lines, k=len(lines) - len(lines) // 10)
+    if texts is None:
+        # The seed leaves out a few lines, so that two seeds give two vocabularies.
+        lines = CORPUS.split("\n")
+        kept = random.Random(seed).sample(lines, k=len(lines) - len(lines) // 10)
+        texts = ["\n".join(kept)]
     trainer = BpeTrainer(
         vocab_size=base_size,
         min_frequency=1,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tokenizer.train_from_iterator(["\n".join(kept)], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])  # GLM's
     return tokenizer
 
 
