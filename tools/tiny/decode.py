@@ -69,7 +69,7 @@ def scores(
     seed: int,
     device: str,
     sparse: bool = True,
-    longest: int = 1000,
+    longest: int = 850,
     tasks: Iterable[str] = corpus.SCORED,
 ) -> dict[str, float]:
     """Share of held-out prompts whose answer after the reasoning is the expected one, by task."""

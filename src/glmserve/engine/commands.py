@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`glmserve logits` and `glmserve generate`: one request through the same engine and ranks.
+"""`glmserve logits`, `generate` and `bench`: requests through the same engine and ranks.
 
 The commands see what the server sees (same processes, plans and rings); `logits` also has rank 0
 record what every step computed.
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from glmserve.config import PAGE_SIZE, EngineConfig, engine_config_from_env
+from glmserve.engine import bench
 from glmserve.engine.client import EngineClient
 from glmserve.env import RANKS
 from glmserve.errors import EngineError, InvalidInput
@@ -74,6 +75,22 @@ def add_subcommands(subparsers: Any) -> None:
     )
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
     generate.set_defaults(run=run_generate)
+
+    measured = subparsers.add_parser(
+        "bench", help="tokens a step with MTP drafts, on held-out chats"
+    )
+    _engine_options(measured)
+    measured.add_argument("--acceptance", action="store_true", help="what to measure")
+    measured.add_argument("--drafts", type=int, default=3, help="MTP draft tokens a step")
+    measured.add_argument("--prompts", help="JSON lines (default: the checkpoint's held_out.jsonl)")
+    measured.add_argument("--limit", type=int, help="prompts taken, spread over the file")
+    measured.add_argument("--max-tokens", type=int, default=192)
+    measured.add_argument("--max-rows", type=int, default=16, help="prompts at the same time")
+    measured.set_defaults(run=_run_bench)
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    return bench.run_bench(args, _engine_config(args, max_rows=args.max_rows))
 
 
 def _engine_options(parser: argparse.ArgumentParser) -> None:
