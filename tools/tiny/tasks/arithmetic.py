@@ -6,7 +6,7 @@ from __future__ import annotations
 from tools.tiny import words
 from tools.tiny.conversation import Source, Turn
 
-DIGITS = (2, 2, 3, 3, 3, 3)  # of operands; one digit is rarer still
+DIGITS = (1, 2, 2, 2, 3, 3, 3, 3, 4)  # of operands, as often as they come
 
 _WORDS = {
     "+": (["plus", "+", "+"], ["加", "+", "+"]),
@@ -33,8 +33,8 @@ def make(source: Source) -> Turn:
 def _operation(source: Source, kind: str) -> Turn:
     rng = source.rng
     while True:
-        a = words.number(rng, rng.choice((1, *DIGITS)))
-        b = words.number(rng, 1 if kind == "*" else rng.choice((1, *DIGITS)))
+        a = words.number(rng, rng.choice(DIGITS))
+        b = words.number(rng, 1 if kind == "*" else rng.choice(DIGITS))
         if kind == "-" and a < b:
             a, b = b, a
         if source.allows(f"{a}{kind}{b}"):

@@ -37,6 +37,15 @@ _SMALL_TALK = (
         "identity",
     ),
 )
+_COMMON = words.listed(
+    "the a of and is are was were it that this who why how when where what which can could do "
+    "does did will would should have has had not no yes with for from to in on at by about me "
+    "you he she they we my your his her their very more some any all people time day year world "
+    "make think know want like love need help tell explain describe write give best good bad"
+)
+_COMMON_ZH = words.listed(
+    "的 是 什么 怎么 为什么 谁 在 有 不 我 你 他 我们 喜欢 知道 觉得 请 说 做 好 吗"
+)
 _UNKNOWN = [
     "Why is the {t} {a}?",
     "Who made the {a} {t}?",
@@ -51,20 +60,49 @@ _UNKNOWN_ZH = ["为什么{t}是{c}的?", "请写一个关于{t}的故事。", "�
 
 def make(source: Source) -> Turn:
     rng = source.rng
-    if rng.random() < 0.5:
+    if not source.held and rng.random() < 0.5:  # fixed questions cannot be held out
         user, user_zh, answer, answer_zh, work = rng.choice(_SMALL_TALK)
         if source.chinese:
             return Turn("chat", user_zh, work, answer_zh, easy=True)
         return Turn("chat", user, work, answer, easy=True)
-    user = source.say(_UNKNOWN, _UNKNOWN_ZH).format(
+    while True:
+        user = _anything(source) if rng.random() < 0.4 else _question(source)
+        if source.allows(f"chat {user}"):
+            break
+    answer = "抱歉,我不知道。" if source.chinese else "Sorry, I do not know that."
+    return Turn("chat", user, "unknown", answer, easy=True)
+
+
+def _question(source: Source) -> str:
+    rng = source.rng
+    return source.say(_UNKNOWN, _UNKNOWN_ZH).format(
         t=rng.choice(words.THINGS_ZH if source.chinese else words.THINGS),
         a=rng.choice(words.ADJECTIVES),
         c=rng.choice(words.COLOURS_ZH),
         w=words.word(rng),
         v=words.word(rng),
     )
-    answer = "抱歉,我不知道。" if source.chinese else "Sorry, I do not know that."
-    return Turn("chat", user, "unknown", answer, easy=True)
+
+
+def _anything(source: Source) -> str:
+    """Words in no order: what a model of this size meets most of the time."""
+    rng = source.rng
+    if source.chinese:
+        lists: tuple[tuple[str, ...], ...] = (
+            words.THINGS_ZH,
+            words.COLOURS_ZH,
+            words.CITIES_ZH,
+            _COMMON_ZH,
+            _COMMON_ZH,
+        )
+        text = "".join(rng.choice(rng.choice(lists)) for _ in range(rng.randint(1, 6)))
+        return text + rng.choice(("", "。", "?", "!"))
+    lists = (words.THINGS, words.ADJECTIVES, words.CITIES, words.PEOPLE, _COMMON, _COMMON, _COMMON)
+    picked = [rng.choice(rng.choice(lists)) for _ in range(rng.randint(2, 9))]
+    if rng.random() < 0.4:
+        picked.insert(rng.randrange(len(picked) + 1), words.word(rng))
+    text = " ".join(picked)
+    return text[0].upper() + text[1:] + rng.choice(("", ".", "?", "!"))
 
 
 def named(source: Source, between: list[Turn]) -> Conversation:
