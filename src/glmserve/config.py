@@ -23,6 +23,7 @@ Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32", "fp64"]
 ExpertLayout = Literal["ep", "sliced"]
 Collectives = Literal["shm", "gloo", "nccl"]
+KvDtype = Literal["auto", "model", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ class EngineConfig:
     max_queue: int = 1024  # waiting requests before Unavailable
     valid_tokens: int = 0  # ids below it may be drawn; 0 = every row of the head
     latent_norm_eps: float = 1e-5  # MODEL §8.1: 1e-6 for parity with transformers
+    kv_dtype: KvDtype = "auto"  # of the caches; auto = fp8 where GPU, bf16 and the model allow it
     # Later draft passes reuse the first pass's selection; None = as the checkpoint says.
     share_draft_index: bool | None = None
     allow_reference: bool = False  # on CUDA: plain torch where no Triton kernel serves the shape
     steps_in_flight: int = 2  # plans sent before the oldest result is needed
+    graphs: bool = True  # on CUDA: decode steps are replayed as CUDA graphs
     page_seed: int | None = None  # hand pages out in a seeded random order (tests)
     capture_dir: str = ""  # rank 0 records what it computes there (offline commands)
 
@@ -65,6 +68,7 @@ class EngineConfig:
             "collectives",
             f"not available on device '{self.device}'",
         )
+        need(self.kv_dtype in ("auto", "model", "fp8"), "kv_dtype", "must be auto, model or fp8")
         need(1 <= self.max_rows <= 4096, "max_rows", "must be in 1..4096")
         need(self.num_pages >= 2, "num_pages", "must be at least 2")
         need(1 <= self.chunk <= 65536, "chunk", "must be in 1..65536 tokens")
@@ -138,7 +142,9 @@ def engine_config_from_env(**overrides: Any) -> EngineConfig:
         "max_model_len": env.MAX_MODEL_LEN.get(),
         "max_queue": env.MAX_QUEUE.get(),
         "latent_norm_eps": env.LATENT_NORM_EPS.get(),
+        "kv_dtype": env.KV_DTYPE.get(),
         "allow_reference": env.ALLOW_REFERENCE.get(),
+        "graphs": env.GRAPHS.get(),
     }
     values.update(given)
     values["checkpoint"] = os.path.abspath(values["checkpoint"]) if values["checkpoint"] else ""

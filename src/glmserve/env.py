@@ -127,8 +127,17 @@ LATENT_NORM_EPS = EnvVar(
     1e-5,
     "Epsilon of the latent norms (transformers: 1e-6).",
 )
+KV_DTYPE: EnvVar[Literal["auto", "model", "fp8"]] = EnvVar(
+    "GLMSERVE_KV_DTYPE",
+    one_of("auto", "model", "fp8"),
+    "auto",
+    "Caches in `fp8` or as the `model` computes; `auto`: fp8 on a GPU where the sizes fit.",
+)
 ALLOW_REFERENCE = EnvVar(
     "GLMSERVE_ALLOW_REFERENCE", parse_bool, False, "CUDA: plain torch where no kernel serves."
+)
+GRAPHS = EnvVar(
+    "GLMSERVE_GRAPHS", parse_bool, True, "CUDA: decode steps are replayed as CUDA graphs."
 )
 MAX_QUEUE = EnvVar("GLMSERVE_MAX_QUEUE", int, 1024, "Waiting requests before UNAVAILABLE.")
 RUNTIME_DIR = EnvVar(
@@ -138,7 +147,7 @@ CACHE_DIR = EnvVar(
     "GLMSERVE_CACHE_DIR",
     str,
     "",
-    "Prepared server binaries; default ~/.cache/glmserve.",
+    "Prepared server binaries, compiled kernels; default ~/.cache/glmserve.",
 )
 ENGINE = EnvVar(
     "GLMSERVE_ENGINE",

@@ -21,6 +21,7 @@ from glmserve.kernels.value_up import value_up
 from glmserve.model.caches import LayerCache
 from glmserve.model.indexer import Indexer
 from glmserve.model.step import Selection, Step
+from glmserve.model.taps import Taps
 from glmserve.model_config import ModelConfig
 
 
@@ -49,6 +50,7 @@ class Attention:
         cache: LayerCache,
         selection: Selection | None,
         write_index: bool = True,
+        taps: Taps | None = None,
     ) -> tuple[Tensor, Selection]:
         """x [R, D] normed -> (this rank's partial [R, D], the selection used).
 
@@ -85,6 +87,8 @@ class Attention:
                 cache.index_k,
                 step,
             )
+            if taps is not None:
+                selection = taps.selected(selection, step)
         query = linear(latent_rows, w.q_b).view(len(q_latent), -1, c.qk_head_dim)
         query = absorb_query(query, self.w_uk, step.rope)
         latent = sparse_mla(

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from glmserve.errors import ConfigError
 from glmserve.kernels.quant import (
     INDEX_DIM,
     INDEX_PAGE,
@@ -24,7 +25,7 @@ from glmserve.kernels.quant import (
 )
 from glmserve.model_config import ModelConfig
 
-CacheFormat = Literal["plain", "fp8"]  # the model's dtype | rows as `kernels.quant` lays them out
+CacheFormat = Literal["model", "fp8"]  # the model's dtype | rows as `kernels.quant` lays them out
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,28 @@ def fp8_serves(config: ModelConfig, page_size: int) -> bool:
     """Whether the fp8 rows of `kernels.quant` fit the model."""
     sizes = (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim, page_size)
     return sizes == (LATENT_DIM, ROPE_DIM, INDEX_DIM, INDEX_PAGE)
+
+
+def choose_format(
+    wanted: str, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device
+) -> CacheFormat:
+    """The format for the setting `kv_dtype`: "auto" takes fp8 on CUDA in bf16 where it fits.
+
+    Raises ConfigError when fp8 is asked for and does not fit the model.
+    """
+    fits = fp8_serves(config, page_size)
+    if wanted == "fp8" and not fits:
+        sizes = f"{config.kv_lora_rank}, {config.qk_rope_head_dim}, {config.index_head_dim}"
+        raise ConfigError(
+            "kv_dtype",
+            wanted,
+            f"needs kv_lora_rank {LATENT_DIM}, qk_rope_head_dim {ROPE_DIM} and index_head_dim "
+            f"{INDEX_DIM}; the model has {sizes}",
+        )
+    if wanted == "auto":
+        return "fp8" if fits and dtype == torch.bfloat16 and device.type == "cuda" else "model"
+    assert wanted in ("model", "fp8"), wanted
+    return "fp8" if wanted == "fp8" else "model"
 
 
 @dataclass(frozen=True)
@@ -54,7 +77,7 @@ class Caches:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        cache_format: CacheFormat = "plain",
+        cache_format: CacheFormat = "model",
     ) -> Caches:
         """Zeroed, so that a row that was never written cannot bring a NaN into a masked product.
 

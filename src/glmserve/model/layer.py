@@ -53,12 +53,14 @@ class DecoderLayer:
         takes the result has block-fp8 weights.
         """
         c, w = self.config, self.weights
-        partial, selection = self.attention.forward(normed, step, cache, selection, write_index)
+        partial, selection = self.attention.forward(
+            normed, step, cache, selection, write_index, taps
+        )
         normed, residual = all_reduce_residual_rms_norm(
             self.group, partial, residual, w.post_norm, c.rms_norm_eps, self.ffn_reads_fp8
         )
         if isinstance(w.ffn, MoeWeights):
-            partial, routing = moe(normed, w.ffn, c)
+            partial, routing = moe(normed, w.ffn, c, taps)
         else:
             partial, routing = mlp(normed, w.ffn), None
         normed, residual = all_reduce_residual_rms_norm(

@@ -17,6 +17,7 @@ from glmserve.model.caches import Caches
 from glmserve.model.embedding import Vocabulary
 from glmserve.model.layer import DecoderLayer
 from glmserve.model.step import Selection, Step
+from glmserve.model.taps import Taps
 from glmserve.model_config import ModelConfig
 from glmserve.parallel.collectives import all_reduce_residual_rms_norm
 from glmserve.parallel.group import Group
@@ -45,6 +46,7 @@ class Mtp:
         caches: Caches,
         selection: Selection | None,
         write_index: bool,
+        taps: Taps | None = None,
     ) -> tuple[Tensor, Selection]:
         """One draft pass over R rows; batch.tokens is not read.
 
@@ -72,6 +74,6 @@ class Mtp:
             self.layer.reads_fp8,
         )
         out, _, selection = self.layer.forward(
-            normed, residual, step, caches.mtp, selection, w.norm, False, write_index
+            normed, residual, step, caches.mtp, selection, w.norm, False, write_index, taps
         )
         return out.rows, selection

@@ -6,11 +6,20 @@ Off while serving. The tensors are those of this rank, which are the same on eve
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from glmserve.model.moe import Routing
-from glmserve.model.step import Selection
+from glmserve.model.step import Selection, Step
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The router's decision: experts ascending, weights normed and scaled."""
+
+    ids: Tensor  # [R, k] int64
+    weights: Tensor  # [R, k] acc
 
 
 class Taps:
@@ -21,6 +30,14 @@ class Taps:
         self.selections: list[Selection] = []  # of each layer; shared layers repeat their group's
         self.routing: list[Routing] = []  # of each routed layer
         self.moe_layers: list[int] = []
+
+    def selected(self, own: Selection, step: Step) -> Selection:
+        """What a layer that scored goes on with. Its own choice; a test may force another."""
+        return own
+
+    def routed(self, own: Routing) -> Routing:
+        """What a routed layer goes on with, likewise."""
+        return own
 
     def record(self, hidden: Tensor, selection: Selection, routing: Routing | None) -> None:
         if routing is not None:
