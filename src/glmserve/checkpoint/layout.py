@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of a GlmMoeDsa checkpoint: every tensor's name, shape and how ranks cut it.
 
-The reader checks files against it, the synthetic writer fills it, and byte accounting sums it. Not
-its job: how the model groups tensors in memory (`weights`) or how files store them (`reader`).
+Files are checked against it, the synthetic writer fills it, and byte accounting sums it. Not its
+job: how files store a tensor (`formats`) or how it lies in memory (`placement`, `weights`).
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-
-import torch
 
 from glmserve.model_config import ExpertLayout, ModelConfig
 
@@ -125,26 +122,3 @@ def local_slice(
     dim = 0 if spec.cut is Cut.ROWS else 1
     share = spec.shape[dim] // size
     return (*whole[:dim], slice(rank * share, (rank + 1) * share), *whole[dim + 1 :])
-
-
-def stored_dtype(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
-    """dtype of the tensor in memory when the model runs in `dtype`."""
-    return torch.promote_types(dtype, torch.float32) if spec.wide else dtype
-
-
-def share_bytes(
-    config: ModelConfig,
-    rank: int,
-    size: int,
-    layout: ExpertLayout,
-    dtype: torch.dtype,
-    mtp: bool = True,
-) -> int:
-    """Exact bytes of parameters that `rank` of `size` holds, computed from shapes alone."""
-    total = 0
-    for spec in checkpoint_tensors(config, mtp).values():
-        part = local_slice(spec, config, rank, size, layout)
-        if part is not None:
-            count = math.prod(s.stop - s.start for s in part)
-            total += count * stored_dtype(spec, dtype).itemsize
-    return total

@@ -1,45 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading a rank's share of a checkpoint: headers are checked first, then only its slices are read.
 
-Every stored tensor is accounted for against `layout`: what is missing, extra or of another shape or
-dtype is named in one error, before any memory is allocated. Not its job: quantised weights, which
-are refused by name.
+Every stored tensor is accounted for (`formats`) before any memory is allocated; each then either
+goes to its place as it is stored or is de-quantised on the way. Not its job: the reading itself
+(`loader`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from torch import Tensor
 
-from glmserve.checkpoint.layout import (
-    TensorSpec,
-    checkpoint_tensors,
-    ignored_tensors,
-    local_slice,
-)
-from glmserve.checkpoint.safetensors_header import StoredTensor, stored_tensors
-from glmserve.checkpoint.weights import ModelWeights, allocate
-from glmserve.errors import CheckpointError
+from glmserve.checkpoint.dequantise import dequantise, repack_awq
+from glmserve.checkpoint.formats import Scheme, StoredWeight, stored_weights
+from glmserve.checkpoint.layout import checkpoint_tensors, ignored_tensors
+from glmserve.checkpoint.loader import THREADS, Convert, Job, Loader, Piece, copies, piece
+from glmserve.checkpoint.placement import Form, Held, held_weights, memory_bytes
+from glmserve.checkpoint.progress import ProgressBar
+from glmserve.checkpoint.safetensors_header import Headers, read_headers
+from glmserve.checkpoint.weights import ModelWeights, View, allocate
+from glmserve.kernels.experts import Int4Weight
+from glmserve.kernels.linear import QuantWeight
 from glmserve.model_config import ExpertLayout, ModelConfig
 
-_PLAIN = ("BF16", "F16", "F32", "F64")
-_WIDE = ("F32", "F64")
-_CORRECTION_BIAS = ".e_score_correction_bias"
-_QUANTISED_SUFFIXES = (
-    "_scale_inv",
-    "_scale",
-    "_scale_2",
-    "_packed",
-    "_zero_point",
-    ".qweight",
-    ".qzeros",
-    ".scales",
-)
-_NAMED = 8  # offenders of each kind that a message lists
+
+def keeps_quantised(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether weights stay as stored: the kernels read them so, in bf16 on CUDA. Elsewhere the
+    references run on de-quantised weights, which stand for the same numbers."""
+    return torch.device(device).type == "cuda" and dtype == torch.bfloat16
+
+
+def read_stored(directory: Path, config: ModelConfig) -> tuple[dict[str, StoredWeight], Headers]:
+    """How the directory stores each weight. CheckpointError names whatever does not fit."""
+    headers = read_headers(directory)
+    specs = checkpoint_tensors(config)
+    return stored_weights(headers.tensors, specs, ignored_tensors(config)), headers
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a checkpoint's weights, before any of it is in memory."""
+
+    config: ModelConfig
+    rank: int
+    held: Mapping[str, Held]
+    headers: Headers
+    dtype: torch.dtype
+    device: torch.device | str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Exact bytes of the parameters in memory, from the shapes alone."""
+        return memory_bytes(self.held, self.dtype.itemsize)
+
+    def load(
+        self, on_progress: Callable[[str], None] | None = None, threads: int = THREADS
+    ) -> ModelWeights:
+        """Reads it; `on_progress` gets lines with a bar. Raises CheckpointError naming the files
+        that cannot be read or that changed meanwhile."""
+        weights, views = allocate(self.config, self.held, self.dtype, self.device)
+        loader = Loader(jobs(self.held, views), threads)
+        bar = None
+        if on_progress is not None:
+            bar = ProgressBar(f"rank {self.rank}", loader.total, on_progress)
+        loader.run(bar)
+        self.headers.check_unchanged()
+        return weights
+
+
+def open_share(
+    directory: str | Path,
+    config: ModelConfig,
+    rank: int,
+    size: int,
+    layout: ExpertLayout,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    mtp: bool = True,
+    keep: bool | None = None,
+) -> Share:
+    """What `rank` of `size` holds. Plain and de-quantised weights get `dtype` (the router's: fp32
+    or wider); keep: block-fp8 and int4 stay so where kernels take them, None: on CUDA in bf16.
+
+    `mtp=False` leaves the MTP layer on disk. Raises CheckpointError naming every tensor that does
+    not fit, ConfigError when sizes do not divide.
+    """
+    config.check_ranks(size, layout)
+    stored, headers = read_stored(Path(directory), config)
+    if keep is None:
+        keep = keeps_quantised(dtype, device)
+    held = held_weights(config, stored, rank, size, layout, keep, mtp)
+    return Share(config, rank, held, headers, dtype, device)
 
 
 def load_weights(
@@ -52,70 +107,52 @@ def load_weights(
     device: torch.device | str = "cpu",
     on_progress: Callable[[str], None] | None = None,
     mtp: bool = True,
+    keep: bool | None = None,
 ) -> ModelWeights:
-    """Reads what `rank` of `size` holds, converted to `dtype` (router tensors: fp32 or wider).
-
-    The bytes held are `weights.parameter_bytes`; `on_progress` gets one line a file. `mtp=False`
-    leaves the MTP layer on disk. Raises CheckpointError naming every tensor that does not fit,
-    ConfigError when sizes do not divide.
-    """
-    config.check_ranks(size, layout)
-    stored = stored_tensors(Path(directory))
-    specs = checkpoint_tensors(config)
-    _account(stored, specs, ignored_tensors(config))
-    weights, views = allocate(config, rank, size, layout, dtype, device, mtp)
-
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name in views:
-        by_file[stored[name].file].append(name)
-    total, done = sum(v.numel() * v.element_size() for v in views.values()), 0
-    for file in sorted(by_file):
-        with safe_open(file, framework="pt", device="cpu") as source:
-            for name in sorted(by_file[file]):
-                part = local_slice(specs[name], config, rank, size, layout)
-                assert part is not None
-                views[name].copy_(source.get_slice(name)[part])
-                done += views[name].numel() * views[name].element_size()
-        if on_progress is not None:
-            on_progress(f"rank {rank}: {done / 1e9:.2f} of {total / 1e9:.2f} GB of weights read")
-    return weights
+    """`open_share` and `Share.load` at once."""
+    share = open_share(directory, config, rank, size, layout, dtype, device, mtp, keep)
+    return share.load(on_progress)
 
 
-def _account(
-    stored: dict[str, StoredTensor], specs: Mapping[str, TensorSpec], ignored: frozenset[str]
-) -> None:
-    """Raises one CheckpointError that names all tensors that are not as `specs` wants them."""
-    quantised = [
-        name
-        for name, tensor in stored.items()
-        if (tensor.dtype not in _PLAIN if name in specs else name.endswith(_QUANTISED_SUFFIXES))
-    ]
-    if quantised:
-        raise CheckpointError(
-            "quantised weights are not served, only bf16, fp16, fp32 and fp64: "
-            + _list([f"{n} ({stored[n].dtype})" for n in sorted(quantised)])
-        )
-    problems = {
-        "missing": [name for name in specs if name not in stored],
-        "extra": [name for name in stored if name not in specs and name not in ignored],
-        "wrong shape": [
-            f"{name} is {list(stored[name].shape)}, not {list(spec.shape)}"
-            for name, spec in specs.items()
-            if name in stored and stored[name].shape != spec.shape
-        ],
-        "wrong dtype": [
-            f"{name} is {stored[name].dtype}: a correction bias below fp32 changes the routing"
-            for name in specs
-            if name.endswith(_CORRECTION_BIAS)
-            and name in stored
-            and stored[name].dtype not in _WIDE
-        ],
-    }
-    lines = [f"{kind}: {_list(names)}" for kind, names in problems.items() if names]
-    if lines:
-        raise CheckpointError("the checkpoint does not fit its config.json; " + "; ".join(lines))
+def jobs(held: Mapping[str, Held], views: Mapping[str, View]) -> list[Job]:
+    """What to read for each held weight and where it goes."""
+    pieces: list[Piece] = []
+    converts: list[Job] = []
+    for name, weight in held.items():
+        stored, view = weight.stored, views[name]
+        slices = stored.slices(weight.part)
+        plain = stored.scheme is Scheme.PLAIN
+        if stored.scheme is Scheme.AWQ or (weight.form is Form.PLAIN and not plain):
+            finish = _finish(weight, view)
+            converts.append(Convert(stored, slices, finish, _parts(view)["values"].device))
+            continue
+        for role, target in _parts(view).items():
+            pieces.append(piece(stored.parts[role], slices[role], target))
+    return [*copies(pieces), *converts]
 
 
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _parts(view: View) -> dict[str, Tensor]:
+    """Where each stored part goes when nothing is converted."""
+    if isinstance(view, QuantWeight):
+        return {"values": view.values, "scales": view.scales}
+    if isinstance(view, Int4Weight):
+        parts = {"values": view.packed, "scales": view.scales}
+        return parts if view.zeros is None else parts | {"zeros": view.zeros}
+    return {"values": view}
+
+
+def _finish(weight: Held, view: View) -> Callable[[dict[str, Tensor]], None]:
+    def finish(raw: dict[str, Tensor]) -> None:
+        if isinstance(view, Int4Weight):
+            made = repack_awq(raw, weight.part[0])
+            for target, source in zip(view, made, strict=True):
+                assert target is not None
+                assert source is not None
+                target.copy_(source)
+            return
+        assert isinstance(view, Tensor)
+        numbers = dequantise(weight.stored, weight.part, raw, view.dtype)
+        assert numbers.shape == view.shape, (numbers.shape, view.shape)
+        view.copy_(numbers)
+
+    return finish

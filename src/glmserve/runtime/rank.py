@@ -13,8 +13,7 @@ from typing import cast
 
 import torch
 
-from glmserve.checkpoint.layout import share_bytes
-from glmserve.checkpoint.reader import load_weights
+from glmserve.checkpoint.reader import open_share
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.errors import GlmServeError
 from glmserve.ipc.errors import Aborted
@@ -49,19 +48,23 @@ def build(
 
     allow_reference(config.allow_reference)
     with_mtp = config.drafts > 0
-    weights = load_weights(
-        Path(config.checkpoint),
+    share = open_share(
+        config.checkpoint,
         model,
         group.rank,
         group.size,
         config.expert_layout,
         dtype,
         device,
-        on_progress=progress,
         mtp=with_mtp,
     )
-    share = share_bytes(model, group.rank, group.size, config.expert_layout, dtype, mtp=with_mtp)
-    print(f"{weights.parameter_bytes:,} parameter bytes, {share:,} by the shapes", flush=True)
+    weights = share.load(progress)
+    wanted = share.memory_bytes
+    print(
+        f"{weights.parameter_bytes:,} parameter bytes, {wanted:,} by the shapes; headers"
+        f" {share.headers.digest}",
+        flush=True,
+    )
     decoder = Decoder(model, weights, group, latent_norm_eps=config.latent_norm_eps)
     mtp = Mtp(model, weights, group, latent_norm_eps=config.latent_norm_eps) if with_mtp else None
     caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device)
@@ -77,7 +80,7 @@ def build(
         return cast(StepMasks, decode(plans.recv()))
 
     runner = StepRunner(config, decoder, mtp, caches, sampler, device, fetch_masks, capture)
-    counts = group.all_gather(torch.tensor([weights.parameter_bytes, share], device=device))
+    counts = group.all_gather(torch.tensor([weights.parameter_bytes, wanted], device=device))
     everyone = counts.tolist()
     return runner, RanksReady(tuple(c[0] for c in everyone), tuple(c[1] for c in everyone))
 

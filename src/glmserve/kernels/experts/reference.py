@@ -25,7 +25,7 @@ class Int4Weight(NamedTuple):
     """
 
     packed: torch.Tensor  # [E, N, K / 8] int32
-    scales: torch.Tensor  # [E, N, K / group] bf16
+    scales: torch.Tensor  # [E, N, K / group] bf16, or fp16 as AutoAWQ has them
     zeros: torch.Tensor | None  # [E, N / 8, K / group] int32; None: symmetric, z = 0
 
 
@@ -86,7 +86,8 @@ def dequantise_int4(weight: Int4Weight, expert: int) -> torch.Tensor:
         z = torch.full((rows, 1), 8, device=q.device)
     else:
         z = unpack_nibbles(weight.zeros[expert].t()).t()[:rows].repeat_interleave(group, 1)
-    return ((q - z).to(scales.dtype) * scales.repeat_interleave(group, 1)).to(torch.bfloat16)
+    # Exact in fp32: a nibble times a 16-bit float. One rounding, as in the kernel.
+    return ((q - z) * scales.float().repeat_interleave(group, 1)).to(torch.bfloat16)
 
 
 def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
