@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dataclasses that cross a process border, and their wire form.
 
-client -> engine   Request, Cancel     engine -> client   Progress, EngineInfo, Chunks, EngineStats,
+client -> engine   Request, Cancel     engine -> client   Progress, EngineInfo, Update, EngineStats,
                                                          EngineFailed
 engine -> ranks    StepPlan, StepMasks  rank 0 -> engine   Progress, RanksReady, StepResult
 
-Both ends are this project's own processes on one machine, so the wire form is pickle. What a
-sampling setting means, and which values are refused, is in `sampling_params`.
+Both ends are this project's own processes on one machine, so the wire form is pickle. What every
+step says about every row is in columns (numpy arrays): their cost hardly depends on the number of
+rows. What a sampling setting means, and which values are refused, is in `sampling_params`.
 """
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +22,11 @@ import numpy.typing as npt
 from glmserve.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
+
+
+def _no_rows() -> IntArray:
+    return np.empty(0, dtype=np.int32)
+
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -60,7 +66,7 @@ class TokenLogprobs(NamedTuple):
 class Chunk(NamedTuple):
     """New tokens of one request. The last one carries `finish_reason`; no chunk follows it.
 
-    One a row and step, like RowOutput: named tuples cost a third of dataclasses to make and send.
+    It does not cross a border: `engine.chunk_reader` makes chunks of updates.
     """
 
     uid: str
@@ -78,11 +84,52 @@ class Chunk(NamedTuple):
     queued: float = 0.0  # seconds from its arrival until it was admitted
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Everything that one step, or one cancel, made."""
+class RowReport(NamedTuple):
+    """What only some rows of a step have to say."""
 
-    chunks: tuple[Chunk, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the row's tokens
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens this step reached
+    drafts: tuple[int, ...] = ()  # for the row's next step, when it has a grammar
+
+
+class Started(NamedTuple):
+    """A request has taken a row; until it ends or starts again, the row's tokens are its own."""
+
+    row: int
+    uid: str
+    num_prompt_tokens: int
+    num_cached_tokens: int  # that its first admission found
+    queued: float  # seconds from its arrival until its first admission
+
+
+class Ended(NamedTuple):
+    """A request's end, after the tokens that the same update has of it."""
+
+    uid: str
+    reason: FinishReason
+    num_prompt_tokens: int
+    error: str = ""
+    error_code: str = ""
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """Everything that one step, or what happened between two, has for the client.
+
+    A request is named in `rows` once at most. Read it in the order of the fields.
+    """
+
+    started: tuple[Started, ...] = ()
+    rows: IntArray = field(default_factory=_no_rows)  # [N] rows with new tokens
+    counts: IntArray = field(default_factory=_no_rows)  # [N] how many, at least 1
+    tokens: IntArray = field(default_factory=_no_rows)  # [sum(counts)], row after row
+    reports: dict[int, RowReport] = field(default_factory=dict)  # by row
+    ended: tuple[Ended, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.started or len(self.rows) or self.ended)
 
 
 @dataclass(frozen=True)
@@ -215,10 +262,6 @@ class StepPlan:
     decode: tuple[int, ...] = ()  # rows that go on; a row that has ended meanwhile yields nothing
     masks_follow: bool = False  # StepMasks come before the next plan
 
-    @property
-    def empty(self) -> bool:
-        return not (self.prefill or self.decode)
-
 
 @dataclass(frozen=True)
 class StepMasks:
@@ -234,25 +277,23 @@ class StepMasks:
     more: bool = False  # another part of the same step follows
 
 
-class RowOutput(NamedTuple):
-    """Confirmed tokens of one row in one step; `stopped` when its last token ended it."""
-
-    row: int
-    token_ids: tuple[int, ...]
-    stopped: bool = False  # by a stop id (the last of token_ids)
-    exhausted: bool = False  # `remaining` reached zero
-    accepted_drafts: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of token_ids
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens this step reached
-    drafts: tuple[int, ...] = ()  # for the row's next step, when it has a grammar
+GOES_ON, STOPPED, EXHAUSTED = 0, 1, 2  # a row's `ended`: by a stop id; `remaining` reached zero
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What rank 0 reports for a plan, in the plan's order."""
+    """What rank 0 reports for a plan.
+
+    The columns have the rows that drew: decoding ones, then final prefills, in the plan's order.
+    A decoding row has accepted one draft less than it confirms tokens.
+    """
 
     step: int
-    outputs: tuple[RowOutput, ...] = ()
+    rows: IntArray = field(default_factory=_no_rows)  # [N]
+    counts: IntArray = field(default_factory=_no_rows)  # [N] confirmed tokens, at least 1
+    tokens: IntArray = field(default_factory=_no_rows)  # [sum(counts)], row after row
+    ended: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))  # [N]
+    reports: dict[int, RowReport] = field(default_factory=dict)  # by row, also of other rows
     rows_computed: int = 0  # token rows that went through the target model
 
 

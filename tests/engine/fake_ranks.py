@@ -11,12 +11,24 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from glmserve.config import PAGE_SIZE, EngineConfig
-from glmserve.messages import RowInit, RowOutput, StepMasks, StepPlan, StepResult, decode, encode
+from glmserve.messages import (
+    EXHAUSTED,
+    GOES_ON,
+    STOPPED,
+    RowInit,
+    RowReport,
+    StepMasks,
+    StepPlan,
+    StepResult,
+    decode,
+    encode,
+)
 
 VOCAB = 97
 
@@ -44,6 +56,28 @@ def expected_output(prompt: list[int], max_tokens: int, stops: tuple[int, ...]) 
         if output[-1] in stops:
             break
     return output
+
+
+class Output(NamedTuple):
+    """What one row has drawn in a step."""
+
+    row: int
+    tokens: list[int]
+    ended: int = GOES_ON
+    drafts: tuple[int, ...] = ()
+
+
+def step_result(step: int, outputs: list[Output], computed: int = 0) -> StepResult:
+    """The result's columns."""
+    return StepResult(
+        step,
+        np.array([out.row for out in outputs], dtype=np.int32),
+        np.array([len(out.tokens) for out in outputs], dtype=np.int32),
+        np.array([token for out in outputs for token in out.tokens], dtype=np.int32),
+        np.array([out.ended for out in outputs], dtype=np.uint8),
+        {out.row: RowReport(drafts=out.drafts) for out in outputs if out.drafts},
+        computed,
+    )
 
 
 class FakeRanks:
@@ -97,6 +131,7 @@ class FakeRanks:
             self.tables[grant.row] += grant.pages.tolist()
             assert len(self.tables[grant.row]) <= self.config.pages_per_row
         outputs = []
+        assert len(set(plan.decode)) == len(plan.decode)
         for row in plan.decode:
             if self.last[row] < 0:
                 continue  # ended meanwhile
@@ -115,7 +150,7 @@ class FakeRanks:
                 outputs.append(self._generate(chunk.row, 1))
         assert computed <= self.config.chunk
         self.computed += computed
-        return StepResult(plan.step, tuple(outputs), computed)
+        return step_result(plan.step, outputs, computed)
 
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
@@ -123,7 +158,7 @@ class FakeRanks:
     def _write(self, row: int, position: int, token: int) -> None:
         self.cache[self._slot(row, position)] = token
 
-    def _generate(self, row: int, count: int) -> RowOutput:
+    def _generate(self, row: int, count: int) -> Output:
         init, tokens = self.rows[row], []
         assert init.grammar == (row in self.masks)
         drafts = self.drafts.pop(row, ())
@@ -151,11 +186,10 @@ class FakeRanks:
         exhausted = self.remaining[row] == 0 and not stopped
         if stopped or exhausted:
             self.last[row] = -1
-        accepted = len(tokens) - 1
         if init.grammar and self.last[row] >= 0:
             self.drafts[row] = self._draft(row)
-        drafts = self.drafts.get(row, ())
-        return RowOutput(row, tuple(tokens), stopped, exhausted, accepted, drafts=drafts)
+        ended = STOPPED if stopped else EXHAUSTED if exhausted else GOES_ON
+        return Output(row, tokens, ended, self.drafts.get(row, ()))
 
     def _draft(self, row: int) -> tuple[int, ...]:
         """Often what the hash would give among a few ids that grammars of tests like."""

@@ -7,6 +7,7 @@ import itertools
 import random
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from glmserve.config import EngineConfig
 from glmserve.engine import grammar_state
+from glmserve.engine.chunk_reader import ChunkReader
 from glmserve.engine.grammar_state import Grammars, Mask
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
@@ -186,16 +188,27 @@ class Harness:
         values = {"checkpoint": "none", "num_pages": 40, "max_rows": 8, "chunk": 16} | settings
         self.config = EngineConfig(**values).with_limits(1 << 20)
         self.made = 0
-        self.scheduler = Scheduler(self.config, (EOS,), Grammars(self._vocabulary, VOCAB))
+        self.built = threading.Event()
+        made = Grammars(self._vocabulary, VOCAB, self.built.set)
+        self.scheduler = Scheduler(self.config, (EOS,), made)
         self.ranks = FakeRanks(self.config, seed)
         self.chunks: list[Chunk] = []
-        self.loop = EngineLoop(self.scheduler, self.ranks, self.chunks.extend)
+        reader = ChunkReader()
+        self.loop = EngineLoop(
+            self.scheduler, self.ranks, lambda update: self.chunks.extend(reader.read(update))
+        )
 
     def _vocabulary(self) -> GrammarVocabulary:
         self.made += 1
         return vocabulary()
 
+    def wait_for_grammars(self) -> None:
+        while not all(sequence.ready for sequence in self.scheduler.roster.waiting):
+            assert self.built.wait(20)
+            self.built.clear()
+
     def run(self) -> None:
+        self.wait_for_grammars()
         for _ in range(20_000):
             if not self.loop.step():
                 assert self.scheduler.idle
@@ -280,7 +293,7 @@ def test_grammars_survive_preemption(grammars: Grammars) -> None:
     prompts = {str(i): prompt_of(40 + i, i) for i in range(4)}
     harness.loop.take([make_request(u, p, 250, grammar=text) for u, p in prompts.items()])
     harness.run()
-    assert harness.scheduler.preemptions > 0
+    assert harness.scheduler.roster.preemptions > 0
     for uid, prompt in prompts.items():
         assert harness.output(uid) == expected(grammars, prompt, 250, text)
 
@@ -358,7 +371,28 @@ def test_cancel_ends_a_request_with_a_grammar(grammars: Grammars, before: int) -
     harness.run()
     assert harness.last("a").finish_reason == "abort"
     assert harness.output("b") == expected(grammars, prompts["b"], 80, text)
-    assert harness.scheduler.pool.free == harness.scheduler.pool.capacity
+    assert harness.scheduler.roster.pool.free == harness.scheduler.roster.pool.capacity
+
+
+def test_requests_go_on_while_a_grammar_is_built() -> None:
+    harness, gate = Harness(max_rows=2), threading.Event()
+
+    def slow() -> GrammarVocabulary:
+        assert gate.wait(20)
+        return vocabulary()
+
+    harness.scheduler.grammars = Grammars(slow, VOCAB, harness.built.set)
+    harness.loop.take([make_request("bound", prompt_of(5, 1), 5, grammar=LETTERS)])
+    harness.loop.take([make_request("free", prompt_of(5, 2), 5, ignore_eos=True)])
+    while harness.loop.step():
+        pass  # "bound" came first, and waits
+    assert [c.uid for c in harness.chunks if c.finish_reason] == ["free"]
+    assert not harness.scheduler.idle and not harness.built.is_set()
+    harness.loop.take([make_request("third", prompt_of(5, 3), 5, grammar=LETTERS), Cancel("third")])
+    gate.set()
+    harness.run()
+    assert [c.uid for c in harness.chunks if c.finish_reason] == ["free", "third", "bound"]
+    assert len(harness.output("bound")) == 5
 
 
 def test_the_vocabulary_is_made_once_with_the_first_grammar() -> None:
@@ -377,7 +411,7 @@ def test_without_a_tokenizer_a_grammar_is_the_requests_error() -> None:
         raise CheckpointError("/secret/path: no tokenizer.json")
 
     harness = Harness()
-    harness.scheduler.grammars = Grammars(missing, VOCAB)
+    harness.scheduler.grammars = Grammars(missing, VOCAB, harness.built.set)
     harness.loop.take([make_request("a", prompt_of(5, 1), 5, grammar=LETTERS)])
     harness.run()
     assert harness.last("a").error_code == "INVALID_ARG"

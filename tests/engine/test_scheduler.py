@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glmserve.config import EngineConfig
+from glmserve.engine.chunk_reader import ChunkReader
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
 from glmserve.messages import Cancel, Chunk, Request
@@ -28,7 +29,10 @@ class Harness:
         self.scheduler = Scheduler(self.config, EOS)
         self.ranks = FakeRanks(self.config, seed)
         self.chunks: list[Chunk] = []
-        self.loop = EngineLoop(self.scheduler, self.ranks, self.chunks.extend)
+        reader = ChunkReader()
+        self.loop = EngineLoop(
+            self.scheduler, self.ranks, lambda update: self.chunks.extend(reader.read(update))
+        )
 
     def run(self, limit: int = 100_000) -> None:
         for _ in range(limit):
@@ -119,7 +123,7 @@ def test_cancel_ends_a_request_at_any_time_and_frees_its_pages(steps_before: int
     harness.run()
     assert harness.finish("a") == "abort"
     assert harness.output("b") == expected_output([5, 6], 20, EOS)
-    assert harness.scheduler.pool.free == harness.scheduler.pool.capacity
+    assert harness.scheduler.roster.pool.free == harness.scheduler.roster.pool.capacity
 
 
 def test_running_out_of_pages_preempts_and_changes_nothing() -> None:
@@ -129,7 +133,7 @@ def test_running_out_of_pages_preempts_and_changes_nothing() -> None:
         [make_request(uid, prompt, 150, ignore_eos=True) for uid, prompt in prompts.items()]
     )
     harness.run()
-    assert harness.scheduler.preemptions > 0
+    assert harness.scheduler.roster.preemptions > 0
     for uid, prompt in prompts.items():
         assert harness.output(uid) == expected_output(prompt, 150, ())
 
@@ -178,7 +182,7 @@ def test_priority_decides_who_enters_and_who_is_preempted() -> None:
         prompt = prompt_of(60, 40 + priority)
         harness.loop.take([make_request(uid, prompt, 120, ignore_eos=True, priority=priority)])
     harness.run()
-    assert harness.scheduler.preemptions > 0
+    assert harness.scheduler.roster.preemptions > 0
     assert [c.uid for c in harness.chunks if c.finish_reason] == ["high", "middle", "low"]
 
 
@@ -343,7 +347,7 @@ def test_any_mix_of_requests_equals_one_at_a_time(
             harness.loop.take([Cancel(victim)])
     harness.run()
     harness.scheduler.check_integrity()
-    assert harness.scheduler.pool.free == harness.scheduler.pool.capacity
+    assert harness.scheduler.roster.pool.free == harness.scheduler.roster.pool.capacity
     for uid, tokens in wanted.items():
         got = harness.output(uid)
         if uid in cancelled:
@@ -361,4 +365,4 @@ def test_a_preempted_request_keeps_its_seed() -> None:
     for plan in harness.ranks.plans:
         for init in plan.admit:
             assert init.seed in (0, 1, 2)
-    assert harness.scheduler.preemptions > 0
+    assert harness.scheduler.roster.preemptions > 0

@@ -21,17 +21,18 @@ from typing import Self
 from glmserve import env
 from glmserve.config import EngineConfig
 from glmserve.engine.admission import check_request
+from glmserve.engine.chunk_reader import ChunkReader
 from glmserve.errors import EngineError
 from glmserve.ipc.process import Child, Heartbeat, interpreter, spawn, terminate
 from glmserve.messages import (
     Cancel,
     Chunk,
-    Chunks,
     EngineFailed,
     EngineInfo,
     EngineStats,
     Progress,
     Request,
+    Update,
 )
 
 
@@ -155,6 +156,7 @@ class EngineClient:
 
     def _read(self) -> None:
         failure = None
+        chunks = ChunkReader()
         try:
             while True:
                 message = self._connection.recv()
@@ -164,9 +166,10 @@ class EngineClient:
                 if isinstance(message, EngineStats):
                     self.stats = message
                     continue
-                assert isinstance(message, Chunks), message
+                assert isinstance(message, Update), message
+                made = chunks.read(message)
                 with self._arrived:
-                    self._chunks.extend(message.chunks)
+                    self._chunks.extend(made)
                     self._arrived.notify_all()
         except (EOFError, OSError):
             if not self._closing:

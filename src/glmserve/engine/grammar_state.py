@@ -28,9 +28,15 @@ _ALL = np.uint32(0xFFFFFFFF)
 class Grammars:
     """Starts the grammars of an engine's requests; the vocabulary is made with the first one."""
 
-    def __init__(self, make_vocabulary: Callable[[], GrammarVocabulary], vocab_size: int) -> None:
-        """`vocab_size`: rows of the model's head, which the masks cover."""
-        self._make_vocabulary = make_vocabulary
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], GrammarVocabulary],
+        vocab_size: int,
+        on_built: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`vocab_size`: rows of the model's head, which the masks cover. `on_built` is called on
+        another thread whenever a grammar has been built, well or badly."""
+        self._make_vocabulary, self._on_built = make_vocabulary, on_built
         self.words = -(-vocab_size // 32)
         # A complex grammar takes up to a second to build: beside the loop, not in it.
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -41,7 +47,9 @@ class Grammars:
 
     def start(self, text: str, after: int | None, stop_ids: Sequence[int]) -> GrammarState:
         """The state of a request's grammar; returns at once, building goes on beside."""
-        return GrammarState(self, self._builder.submit(self._build, text), after, stop_ids)
+        building = self._builder.submit(self._build, text)
+        building.add_done_callback(lambda _: self._on_built())
+        return GrammarState(self, building, after, stop_ids)
 
     def bits(self, tokens: Sequence[int]) -> Mask:
         """A mask of exactly `tokens`."""
@@ -70,6 +78,11 @@ class GrammarState:
         self._active = after is None
         self._drafts: tuple[int, ...] = ()
         self.error = ""  # why the request cannot go on
+
+    @property
+    def built(self) -> bool:
+        """Whether `masks` and `advance` answer at once; until then they would wait."""
+        return self._building.done()
 
     def masks(self, places: int, early: int) -> Mask:
         """[n, words] for the next draw and those after its drafts, `places` of them at most.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from glmserve.engine.scheduler import Scheduler
-from glmserve.messages import Cancel, Chunk, Request, StepPlan, StepResult, decode, encode
+from glmserve.messages import Cancel, Request, StepPlan, StepResult, Update, decode, encode
 
 
 class Ranks(Protocol):
@@ -25,13 +25,13 @@ class Ranks(Protocol):
 
 
 class EngineLoop:
-    """Drives a scheduler. `emit` gets the chunks of every step and cancel, in order."""
+    """Drives a scheduler. `emit` gets the updates of steps and cancels, in order."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         ranks: Ranks,
-        emit: Callable[[list[Chunk]], None],
+        emit: Callable[[Update], None],
         step_timeout: float = 600.0,
     ) -> None:
         self.scheduler = scheduler
@@ -43,14 +43,14 @@ class EngineLoop:
     def take(self, messages: Iterable[Request | Cancel]) -> None:
         """Queues requests, applies cancels and deadlines. Called before every step."""
         now = time.monotonic()
-        chunks = self.scheduler.expire(now)
+        ended = self.scheduler.expire(now)
         for message in messages:
             if isinstance(message, Cancel):
-                chunks += self.scheduler.cancel(message.uid)
+                ended += self.scheduler.cancel(message.uid)
             elif (refusal := self.scheduler.add(message, now)) is not None:
-                chunks.append(refusal)
-        if chunks:
-            self.emit(chunks)
+                ended.append(refusal)
+        if ended:
+            self.emit(Update(ended=tuple(ended)))
 
     def step(self) -> bool:
         """Plans what can be planned and applies one result; False when there is nothing to do."""
@@ -69,7 +69,7 @@ class EngineLoop:
             return False
         result = decode(self.ranks.recv(self.step_timeout))
         assert isinstance(result, StepResult), result
-        chunks = self.scheduler.apply(result, self.in_flight.popleft())
-        if chunks:
-            self.emit(chunks)
+        update = self.scheduler.apply(result, self.in_flight.popleft())
+        if not update.empty:
+            self.emit(update)
         return True

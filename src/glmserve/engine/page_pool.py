@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
@@ -24,12 +25,13 @@ from glmserve.config import PAGE_SIZE
 from glmserve.messages import IntArray
 
 ROOT = b"glmserve"  # the key "before" the first page
+KEY_BYTES = 16
 
 
 def chain_key(parent: bytes, tokens: IntArray) -> bytes:
     """Key of the page that holds `tokens` [PAGE_SIZE] after the prefix `parent`."""
     assert len(tokens) == PAGE_SIZE
-    return hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest()
+    return hashlib.blake2b(tokens.tobytes(), digest_size=KEY_BYTES, key=parent).digest()
 
 
 class PagePool:
@@ -37,10 +39,11 @@ class PagePool:
 
     def __init__(self, num_pages: int, order_seed: int | None = None) -> None:
         self.capacity = num_pages - 1
-        self._empty = list(range(self.capacity - 1, -1, -1))  # popped from the end: 0 first
+        # Popped from the end: 0 first. Arrays, for millions of pages cost the collector nothing.
+        self._empty = array("i", range(self.capacity - 1, -1, -1))
         if order_seed is not None:
             random.Random(order_seed).shuffle(self._empty)
-        self._holders = [0] * self.capacity
+        self._holders = np.zeros(self.capacity, dtype=np.int32)
         self._key: dict[int, bytes] = {}  # page -> key, of findable pages
         self._page: dict[bytes, int] = {}  # and back
         self._unheld: OrderedDict[int, None] = OrderedDict()  # findable, oldest first
@@ -67,16 +70,16 @@ class PagePool:
         self._holders[page] = 1
         return page
 
-    def match(self, keys: Iterable[bytes]) -> list[int]:
+    def match(self, keys: Iterable[bytes]) -> array[int]:
         """Takes hold of the findable pages of `keys`, up to the first that is not there."""
-        pages: list[int] = []
+        pages = array("i")
         for key in keys:
             page = self._page.get(key)
             if page is None:
                 break
-            self._holders[page] += 1
             self._unheld.pop(page, None)
             pages.append(page)
+        self._holders[np.array(pages, dtype=np.int32)] += 1  # no page twice: no key is
         return pages
 
     def publish(self, page: int, key: bytes) -> None:
@@ -87,14 +90,14 @@ class PagePool:
             self._page[key] = page
             self._key[page] = key
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: array[int]) -> None:
         """Gives up one hold on each page. Later pages of a prefix are to be evicted first, so
         pass them in order: they become unheld last page first."""
-        for page in reversed(list(pages)):
-            assert self._holders[page] > 0, f"page {page} freed twice"
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
+        given = np.array(pages, dtype=np.int32)
+        holds = self._holders[given] - 1
+        assert (holds >= 0).all(), f"pages {given[holds < 0]} freed twice"
+        self._holders[given] = holds
+        for page in given[holds == 0][::-1].tolist():
             if page in self._key:
                 self._unheld[page] = None
             else:
@@ -103,7 +106,8 @@ class PagePool:
     def check_integrity(self, held: Iterable[int]) -> None:
         """Asserts that the holds in `held` and the free pages are all there is."""
         holds = Counter(held)
-        assert holds == Counter({p: n for p, n in enumerate(self._holders) if n}), "holds differ"
+        found = {page: int(self._holders[page]) for page in self._holders.nonzero()[0].tolist()}
+        assert holds == Counter(found), "holds differ"
         everything = [*self._empty, *self._unheld, *holds]
         assert len(everything) == len(set(everything)) == self.capacity, (
             f"{self.capacity} pages, {len(self._empty)} empty, {len(self._unheld)} cached,"

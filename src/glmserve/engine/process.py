@@ -7,7 +7,9 @@ goes away or a rank dies. Python and numpy only: neither torch nor CUDA is touch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -25,13 +27,12 @@ from glmserve.generation_config import GenerationConfig
 from glmserve.ipc.process import watch_heartbeat
 from glmserve.messages import (
     Cancel,
-    Chunk,
-    Chunks,
     EngineFailed,
     EngineInfo,
     Progress,
     RanksReady,
     Request,
+    Update,
     decode,
 )
 from glmserve.model_config import ModelConfig
@@ -64,13 +65,21 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, connection: Connection) -> None:
         self.config, self.model = resolve(config)
         self.connection = connection
-        # A rank that dies while the engine is idle must end the wait for requests.
+        # While nothing runs, a rank that dies or a grammar that is built must end the wait.
         self.wake_read, self.wake_write = os.pipe()
-        self.ranks = RankLauncher(self.config, on_failure=self._wake)
+        os.set_blocking(self.wake_write, False)
+        self.ranks = RankLauncher(self.config, on_failure=lambda _reason: self._wake())
         self.scheduler: Scheduler | None = None
 
-    def _wake(self, _reason: str) -> None:
-        os.write(self.wake_write, b"x")
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: nobody has slept for long
+            os.write(self.wake_write, b"x")
+
+    def _wait(self) -> None:
+        """Sleeps until there may be something to do; raises EngineError when a rank has died."""
+        if self.wake_read in wait([self.connection, self.wake_read]):
+            os.read(self.wake_read, 4096)
+        self.ranks.check()
 
     def load(self) -> EngineInfo:
         """Waits until every rank is ready, passing their progress lines on."""
@@ -85,6 +94,7 @@ class EngineProcess:
         grammars = Grammars(
             lambda: grammar_vocabulary(Tokenizer(self.config.checkpoint), eos),
             self.model.vocab_size,
+            on_built=self._wake,
         )
         self.scheduler = Scheduler(self.config, eos, grammars)
         return EngineInfo(
@@ -101,12 +111,12 @@ class EngineProcess:
     def serve(self) -> None:
         """Runs until the client closes its end; raises EngineError when the ranks fail."""
         assert self.scheduler is not None
-        loop = EngineLoop(self.scheduler, self.ranks, self._emit)
+        loop = EngineLoop(self.scheduler, self.ranks, self.connection.send)
         busy, next_stats = True, 0.0
+        gc.freeze()  # what has been loaded stays: the collector need not walk it again
         while True:
             if not busy:
-                wait([self.connection, self.wake_read])
-                self.ranks.check()
+                self._wait()
             messages: list[Request | Cancel] = []
             try:
                 while self.connection.poll(0):
@@ -124,16 +134,11 @@ class EngineProcess:
         """Answers every request with an error; nothing that was accepted stays without an end."""
         if self.scheduler is None:
             return
-        self._emit(
-            [
-                chunk._replace(finish_reason="error", error=reason, error_code="INTERNAL")
-                for chunk in self.scheduler.cancel(None)
-            ]
-        )
-
-    def _emit(self, chunks: list[Chunk]) -> None:
-        if chunks:
-            self.connection.send(Chunks(tuple(chunks)))
+        ended = [
+            end._replace(reason="error", error=reason, error_code="INTERNAL")
+            for end in self.scheduler.cancel(None)
+        ]
+        self.connection.send(Update(ended=tuple(ended)))
 
 
 def main() -> int:

@@ -8,14 +8,11 @@ client sees (first token, between tokens) are measured where responses leave, no
 from __future__ import annotations
 
 from collections import Counter
-from operator import attrgetter
 
-from glmserve.config import MAX_DRAFTS
+import numpy as np
+
 from glmserve.engine.page_pool import PagePool
 from glmserve.messages import EngineStats, StepPlan, StepResult
-
-_TOKEN_IDS = attrgetter("token_ids")
-_ACCEPTED = attrgetter("accepted_drafts")
 
 
 class StatsCollector:
@@ -29,7 +26,7 @@ class StatsCollector:
         self._cached_tokens = 0
         self._generated = 0
         self._drafted = 0
-        self._accepted = [0] * MAX_DRAFTS
+        self._accepted = np.zeros(drafts, dtype=np.int64)
         self._finished: Counter[str] = Counter()
 
     def arrived(self, prompt_tokens: int) -> None:
@@ -45,17 +42,14 @@ class StatsCollector:
         """Takes in one executed step."""
         self.steps += 1
         self._rows += result.rows_computed
-        outputs = result.outputs
-        self._generated += sum(map(len, map(_TOKEN_IDS, outputs)))
-        prompts = {chunk.row for chunk in plan.prefill}
-        drew = (
-            len(outputs) - sum(out.row in prompts for out in outputs) if prompts else len(outputs)
+        self._generated += len(result.tokens)
+        # A final prefill draws one token and has no drafts.
+        self._drafted += self._drafts * (
+            len(result.rows) - sum(chunk.final for chunk in plan.prefill)
         )
-        self._drafted += self._drafts * drew
-        # A prefill accepts none, so it adds nothing here.
-        for accepted, rows in Counter(map(_ACCEPTED, outputs)).items():
-            for position in range(accepted):
-                self._accepted[position] += rows
+        # Of N rows, those with p + 2 tokens or more have accepted the draft at position p.
+        rows_by_count = np.bincount(result.counts, minlength=self._drafts + 2)
+        self._accepted += rows_by_count[::-1].cumsum()[::-1][2:]
 
     def snapshot(self, running: int, waiting: int, pool: PagePool, preemptions: int) -> EngineStats:
         return EngineStats(
@@ -65,7 +59,7 @@ class StatsCollector:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated,
             drafted_tokens=self._drafted,
-            accepted_by_position=tuple(self._accepted[: self._drafts]),
+            accepted_by_position=tuple(self._accepted.tolist()),
             preemptions=preemptions,
             finished=dict(self._finished),
             running=running,

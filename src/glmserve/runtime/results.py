@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from glmserve.kernels.row_state import columns
-from glmserve.messages import RowOutput, StepResult, TokenLogprobs
+from glmserve.messages import EXHAUSTED, GOES_ON, STOPPED, RowReport, StepResult, TokenLogprobs
 from glmserve.runtime.packing import Places
 
 
@@ -75,30 +76,44 @@ class Pending:
         if self.done is not None:
             self.done.synchronize()
         places = self.places
-        logprobs = self.logprobs.entries() if self.logprobs else {}
+        decoding = len(places.decode)
+        if self.results is None:
+            reports = self._reports({}, {})
+            return StepResult(self.step, reports=reports, rows_computed=places.prefill_rows)
+        lines = self.results.numpy()
+        lines = np.concatenate([lines[:decoding], lines[places.bucket :]])  # without padding
+        counts = lines[:, columns.COUNT]
+        rows_computed = places.width * np.count_nonzero(counts[:decoding]) + places.prefill_rows
+        drew = counts > 0  # the others had ended
+        rows = np.array([*places.decode, *places.finals], dtype=np.int32)[drew]
+        lines, counts = lines[drew], counts[drew]
+        start, end = columns.TOKENS, columns.TOKENS + places.width
+        confirmed = np.arange(places.width) < counts[:, None]
+        flags = lines[:, columns.FLAGS]
+        done = np.where(flags & columns.EXHAUSTED, EXHAUSTED, GOES_ON)
+        drafts = {
+            row: tuple(line[end:].tolist())
+            for row, line in zip(rows.tolist(), lines, strict=True)
+            if row in self.with_drafts
+        }
+        return StepResult(
+            self.step,
+            rows,
+            counts.copy(),
+            lines[:, start:end][confirmed],
+            np.where(flags & columns.STOPPED, STOPPED, done).astype(np.uint8),
+            self._reports(dict(zip(rows.tolist(), counts.tolist(), strict=True)), drafts),
+            rows_computed,
+        )
+
+    def _reports(
+        self, counts: dict[int, int], drafts: dict[int, tuple[int, ...]]
+    ) -> dict[int, RowReport]:
+        """What single rows have to say. `counts`: confirmed tokens of those that drew."""
+        draws = self.logprobs.entries() if self.logprobs else {}
+        own = {row: draws[row][:count] for row, count in counts.items() if row in draws}
         prompts = self.prompt_logprobs.entries() if self.prompt_logprobs else {}
-        outputs, rows_computed = [], places.prefill_rows
-        lines = [] if self.results is None else self.results.tolist()
-        del lines[len(places.decode) : places.bucket]  # padding
-        for i, (row, line) in enumerate(zip((*places.decode, *places.finals), lines, strict=True)):
-            count, flags = line[columns.COUNT], line[columns.FLAGS]
-            if not count:
-                continue  # it had ended
-            if i < len(places.decode):
-                rows_computed += places.width
-            start = columns.TOKENS
-            outputs.append(
-                RowOutput(
-                    row,
-                    tuple(line[start : start + count]),
-                    bool(flags & columns.STOPPED),
-                    bool(flags & columns.EXHAUSTED),
-                    count - 1,
-                    logprobs.get(row, ())[:count],
-                    prompts.pop(row, ()),
-                    tuple(line[start + places.width :]) if row in self.with_drafts else (),
-                )
-            )
-        # Rows that report on their prompt and draw nothing yet.
-        outputs += [RowOutput(row, (), prompt_logprobs=found) for row, found in prompts.items()]
-        return StepResult(self.step, tuple(outputs), rows_computed)
+        return {
+            row: RowReport(own.get(row, ()), prompts.get(row, ()), drafts.get(row, ()))
+            for row in {*own, *prompts, *drafts}
+        }
