@@ -70,8 +70,6 @@ def test_glm_5_2() -> None:
     c = ModelConfig.from_dict(GLM_5_2)
     assert c.full_layers == (0, 1, 2, *range(6, 75, 4))
     assert len(c.full_layers) == 21
-    assert c.index_groups[2:4] == ((2, 3, 4, 5), (6, 7, 8, 9))
-    assert c.index_groups[-1] == (74, 75, 76, 77)
     assert c.is_full(78)
     assert c.is_moe(78)
     assert not c.is_moe(2)

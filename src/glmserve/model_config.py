@@ -165,12 +165,6 @@ class ModelConfig:
         """Target layers that own an indexer and an index-K cache, ascending."""
         return tuple(i for i, kind in enumerate(self.indexer_types) if kind == "full")
 
-    @cached_property
-    def index_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Target layers by shared selection: each group is a full layer and its followers."""
-        ends = (*self.full_layers[1:], self.num_hidden_layers)
-        return tuple(tuple(range(a, b)) for a, b in zip(self.full_layers, ends, strict=True))
-
     def check_ranks(self, ranks: int, expert_layout: str) -> None:
         """Raises ConfigError when the model cannot be cut into `ranks` equal shares."""
         if ranks not in (1, 2, 4, 8):

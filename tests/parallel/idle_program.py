@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank without torch: reports that it runs, then does what GLMSERVE_TEST_ROLE says.
 
-"echo": rank 0 sends every plan back. "fail": the last rank cannot start. "leave": the ranks exit
-when a plan comes. "deaf": nothing but SIGKILL ends them.
+"echo": rank 0 sends every plan back. "fail": the last rank cannot start. "deaf": nothing
+but SIGKILL ends them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def main() -> None:
         time.sleep(600)
     while True:
         plan = plans.recv()
-        if role == "leave":
-            return
         if results is not None:
             results.send(plan)
 

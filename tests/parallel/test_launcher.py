@@ -91,15 +91,6 @@ def test_a_rank_that_cannot_start_is_named_and_its_reason_kept() -> None:
         wait_until(lambda: all(map(gone, launcher.pids)), 5.0, "the other ranks have ended")
 
 
-def test_an_announced_exit_is_no_failure() -> None:
-    with launched("leave") as launcher:
-        assert launcher.recv(20) == b"ready"
-        launcher.expect_exit()
-        launcher.send(b"leave")
-        assert [child.wait(10) for child in launcher.children] == [0, 0]
-        assert launcher.failure is None
-
-
 def test_close_ends_the_ranks_at_once_and_gives_everything_back() -> None:
     library_fd()  # stays open as long as the process
     before = sorted(os.listdir("/proc/self/fd"))

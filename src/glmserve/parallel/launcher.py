@@ -108,11 +108,6 @@ class RankLauncher:
         except Aborted as error:
             raise EngineError(self.failure or "the ranks are closed") from error
 
-    def expect_exit(self) -> None:
-        """Says that ranks will now exit by themselves (after a plan that tells them to)."""
-        with self._lock:
-            self._ending = True
-
     def close(self, timeout: float = 8.0) -> None:
         """Ends every rank within about `timeout` seconds: heartbeat, SIGTERM, SIGKILL."""
         with self._lock:
