@@ -58,7 +58,8 @@ def repack_awq(raw: Mapping[str, Tensor], rows: slice) -> Int4Weight:
 
 def _within(part: slice, unit: int) -> Tensor:
     """For each index of the slice the unit that it lies in, counted from the slice's first one."""
-    return torch.arange(part.start, part.stop) // unit - part.start // unit
+    first = part.start // unit
+    return torch.arange(part.start - first * unit, part.stop - first * unit).floor_divide(unit)
 
 
 def _inside(part: slice, unit: int) -> slice:

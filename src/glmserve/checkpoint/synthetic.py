@@ -97,15 +97,18 @@ def random_tensor(name: str, spec: TensorSpec, generator: torch.Generator) -> Te
     if name.endswith("e_score_correction_bias"):
         # Steps of 0.08 around 34 are below a bf16 ULP (0.25): rounding them changes the routing.
         return 34.0 + 0.08 * x
+    return scaled(name, x, spec.shape[-1]).to(torch.bfloat16)
+
+
+def scaled(name: str, x: Tensor, inputs: int) -> Tensor:
+    """Standard normal numbers with the scale of their tensor's role; `inputs` of a matrix."""
     if name.endswith("k_norm.bias"):
-        x = 0.3 * x
-    elif len(spec.shape) == 1:
-        x = 1.0 + 0.25 * x
-    elif name.endswith("embed_tokens.weight"):
-        x = 0.7 * x
-    else:
-        x = 1.1 / math.sqrt(spec.shape[1]) * x
-    return x.to(torch.bfloat16)
+        return 0.3 * x
+    if x.ndim == 1:
+        return 1.0 + 0.25 * x
+    if name.endswith("embed_tokens.weight"):
+        return 0.7 * x
+    return 1.1 / math.sqrt(inputs) * x
 
 
 def _config(preset: str, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
