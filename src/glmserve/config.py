@@ -36,7 +36,8 @@ class EngineConfig:
     dtype: Dtype = "fp64"
     expert_layout: ExpertLayout = "ep"
     collectives: Collectives = "shm"
-    num_pages: int = 512  # cache pages of PAGE_SIZE tokens, the same on every rank
+    # Cache pages of PAGE_SIZE tokens, the same on every rank; 0 on CUDA: as many as fit.
+    num_pages: int = 512
     max_rows: int = 64  # sequences that run at the same time
     chunk: int = 256  # prefill tokens a step, shared by the prompts in it
     drafts: int = 0  # MTP draft tokens a step
@@ -47,6 +48,8 @@ class EngineConfig:
     kv_dtype: KvDtype = "auto"  # of the caches; auto = fp8 where GPU, bf16 and the model allow it
     # Later draft passes reuse the first pass's selection; None = as the checkpoint says.
     share_draft_index: bool | None = None
+    gpu_memory_gb: float = 0.0  # 10^9 bytes that a rank may use of its GPU; 0 = what is free
+    synthetic: bool = False  # random weights made on the device; only the config is read
     allow_reference: bool = False  # on CUDA: plain torch where no Triton kernel serves the shape
     steps_in_flight: int = 2  # plans sent before the oldest result is needed
     graphs: bool = True  # on CUDA: decode steps are replayed as CUDA graphs
@@ -70,7 +73,9 @@ class EngineConfig:
         )
         need(self.kv_dtype in ("auto", "model", "fp8"), "kv_dtype", "must be auto, model or fp8")
         need(1 <= self.max_rows <= 4096, "max_rows", "must be in 1..4096")
-        need(self.num_pages >= 2, "num_pages", "must be at least 2")
+        planned = self.num_pages == 0 and self.device == "cuda"
+        need(self.num_pages >= 2 or planned, "num_pages", "must be at least 2")
+        need(self.gpu_memory_gb >= 0, "gpu_memory_gb", "must not be negative")
         need(1 <= self.chunk <= 65536, "chunk", "must be in 1..65536 tokens")
         need(0 <= self.drafts <= MAX_DRAFTS, "drafts", f"must be in 0..{MAX_DRAFTS}")
         need(self.max_model_len >= 0, "max_model_len", "must not be negative")
@@ -135,7 +140,7 @@ def engine_config_from_env(**overrides: Any) -> EngineConfig:
         "dtype": env.DTYPE.get() or ("bf16" if on_cuda else "fp64"),
         "expert_layout": env.EXPERT_LAYOUT.get(),
         "collectives": env.COLLECTIVES.get() or ("nccl" if on_cuda else "shm"),
-        "num_pages": env.PAGES.get() or max_rows * 16 + 1,
+        "num_pages": env.PAGES.get() or (0 if on_cuda else max_rows * 16 + 1),
         "max_rows": max_rows,
         "chunk": env.CHUNK.get(),
         "drafts": env.DRAFTS.get(),
@@ -143,6 +148,8 @@ def engine_config_from_env(**overrides: Any) -> EngineConfig:
         "max_queue": env.MAX_QUEUE.get(),
         "latent_norm_eps": env.LATENT_NORM_EPS.get(),
         "kv_dtype": env.KV_DTYPE.get(),
+        "gpu_memory_gb": env.GPU_MEMORY_GB.get(),
+        "synthetic": env.SYNTHETIC.get(),
         "allow_reference": env.ALLOW_REFERENCE.get(),
         "graphs": env.GRAPHS.get(),
     }

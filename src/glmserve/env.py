@@ -108,7 +108,24 @@ DEVICE = EnvVar("GLMSERVE_DEVICE", str, "", "`cpu` or `cuda`; default: cuda when
 DTYPE = EnvVar(
     "GLMSERVE_DTYPE", str, "", "`bf16`, `fp32`, `fp64`; default bf16 (cuda), fp64 (cpu)."
 )
-PAGES = EnvVar("GLMSERVE_PAGES", int, 0, "Cache pages of 64 tokens a rank; 0 = 16 for each row.")
+PAGES = EnvVar(
+    "GLMSERVE_PAGES",
+    int,
+    0,
+    "Cache pages of 64 tokens a rank; 0 = all that fit (cuda), 16 for each row (cpu).",
+)
+GPU_MEMORY_GB = EnvVar(
+    "GLMSERVE_GPU_MEMORY_GB",
+    float,
+    0.0,
+    "Memory of its GPU that a rank may use, 10^9 bytes; 0 = what is free at start.",
+)
+SYNTHETIC = EnvVar(
+    "GLMSERVE_SYNTHETIC",
+    parse_bool,
+    False,
+    "Random weights made on the device in the config's format; no file of weights is read.",
+)
 MAX_ROWS = EnvVar("GLMSERVE_MAX_ROWS", int, 64, "Sequences that run at the same time.")
 MAX_MODEL_LEN = EnvVar(
     "GLMSERVE_MAX_MODEL_LEN", int, 0, "Longest prompt + output; 0 = all that fits."

@@ -57,6 +57,11 @@ class Share:
         """Exact bytes of the parameters in memory, from the shapes alone."""
         return memory_bytes(self.held, self.dtype.itemsize)
 
+    @property
+    def origin(self) -> str:
+        """Which files these are: the same headers give the same line."""
+        return f"headers {self.headers.digest}"
+
     def load(
         self, on_progress: Callable[[str], None] | None = None, threads: int = THREADS
     ) -> ModelWeights:

@@ -15,16 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glmserve.checkpoint.declared import open_source
 from glmserve.checkpoint.formats import BLOCK
 from glmserve.checkpoint.layout import TensorSpec, checkpoint_tensors
-from glmserve.checkpoint.placement import Held, memory_bytes
+from glmserve.checkpoint.placement import Held, held_weights, memory_bytes
 from glmserve.checkpoint.progress import ProgressBar
 from glmserve.checkpoint.quantiser import block_fp8, packed_int
+from glmserve.checkpoint.reader import keeps_quantised
 from glmserve.checkpoint.synthetic import scaled
 from glmserve.checkpoint.weights import ModelWeights, View, allocate
 from glmserve.kernels.experts import Int4Weight
 from glmserve.kernels.linear import QuantWeight
-from glmserve.model_config import ModelConfig
+from glmserve.model_config import ExpertLayout, ModelConfig
 
 _ELEMENTS = 16 << 20  # drawn at once
 # Small against the spread of the scores, as training leaves it: experts are hit about evenly.
@@ -47,6 +49,10 @@ class SyntheticShare:
         """Exact bytes of the parameters in memory, from the shapes alone."""
         return memory_bytes(self.held, self.dtype.itemsize)
 
+    @property
+    def origin(self) -> str:
+        return f"synthetic, seed {self.seed}"
+
     @torch.inference_mode()
     def load(self, on_progress: Callable[[str], None] | None = None) -> ModelWeights:
         """Makes the weights; `on_progress` gets lines with a bar."""
@@ -62,6 +68,27 @@ class SyntheticShare:
             if bar is not None:
                 bar.add(held.memory_bytes(self.dtype.itemsize))
         return weights
+
+
+def synthetic_share(
+    name: str,
+    rank: int,
+    size: int,
+    layout: ExpertLayout,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    mtp: bool = True,
+    keep: bool | None = None,
+    seed: int = 0,
+) -> SyntheticShare:
+    """What `rank` of `size` makes of a config: a directory, a config.json or a built-in name. Only
+    the config is read; keep as in `reader.open_share`."""
+    source = open_source(name, files=False)
+    source.config.check_ranks(size, layout)
+    if keep is None:
+        keep = keeps_quantised(dtype, device)
+    held = held_weights(source.config, source.weights, rank, size, layout, keep, mtp)
+    return SyntheticShare(source.config, rank, held, dtype, device, seed)
 
 
 def _numbers(

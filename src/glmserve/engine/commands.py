@@ -98,6 +98,9 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="rank processes (default: 1, or one a GPU)")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"])
+    parser.add_argument(
+        "--synthetic", action="store_true", default=None, help="random weights, no files of them"
+    )
     parser.add_argument("--chunk", type=int, help="prefill tokens a step")
     parser.add_argument("--expert-layout", choices=["ep", "sliced"])
     parser.add_argument("--collectives", choices=["shm", "gloo", "nccl"])
@@ -107,7 +110,7 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
 
 def _engine_config(args: argparse.Namespace, **fixed: Any) -> EngineConfig:
     names = ["checkpoint", "ranks", "device", "dtype", "chunk", "drafts", "expert_layout"]
-    names += ["collectives", "latent_norm_eps", "page_seed"]
+    names += ["collectives", "latent_norm_eps", "page_seed", "synthetic"]
     given = {name: getattr(args, name, None) for name in names} | fixed
     config = engine_config_from_env(**given)
     if args.ranks is None and not RANKS.is_set() and config.device == "cpu":

@@ -17,8 +17,11 @@ import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from glmserve.checkpoint.declared import open_source
+from glmserve.checkpoint.memory_plan import with_planned_pages
 from glmserve.config import EngineConfig
 from glmserve.engine.client import EngineSpec
+from glmserve.engine.gpu_memory import gpu_memory
 from glmserve.engine.grammar_state import Grammars
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
@@ -49,6 +52,9 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
     directory = Path(config.checkpoint)
     model = ModelConfig.from_file(directory / "config.json")
     model.check_ranks(config.ranks, config.expert_layout)
+    if config.device == "cuda":
+        source = open_source(config.checkpoint, files=not config.synthetic)
+        config = with_planned_pages(config, source, gpu_memory(config))
     config = config.with_limits(model.max_position_embeddings)
     if config.share_draft_index is None:
         share = model.index_share_for_mtp_iteration

@@ -196,12 +196,12 @@ class RankLauncher:
                 # for one device used by all (seen with torch 2.11).
                 "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
                 **(extra or {}),
-                "CUDA_VISIBLE_DEVICES": _visible_device(config, rank),
+                "CUDA_VISIBLE_DEVICES": visible_device(config, rank),
             }
         )
 
 
-def _visible_device(config: EngineConfig, rank: int) -> str:
+def visible_device(config: EngineConfig, rank: int) -> str:
     """Returns the GPU of `rank`, set before torch is imported: each rank sees one, as cuda:0."""
     if config.device == "cpu":
         return ""

@@ -13,7 +13,8 @@ from typing import cast
 
 import torch
 
-from glmserve.checkpoint.reader import open_share
+from glmserve.checkpoint.reader import Share, open_share
+from glmserve.checkpoint.synthetic_weights import SyntheticShare, synthetic_share
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.errors import GlmServeError
 from glmserve.ipc.errors import Aborted
@@ -48,21 +49,16 @@ def build(
 
     allow_reference(config.allow_reference)
     with_mtp = config.drafts > 0
-    share = open_share(
-        config.checkpoint,
-        model,
-        group.rank,
-        group.size,
-        config.expert_layout,
-        dtype,
-        device,
-        mtp=with_mtp,
-    )
+    cut = (group.rank, group.size, config.expert_layout, dtype, device, with_mtp)
+    share: Share | SyntheticShare
+    if config.synthetic:
+        share = synthetic_share(config.checkpoint, *cut)
+    else:
+        share = open_share(config.checkpoint, model, *cut)
     weights = share.load(progress)
     wanted = share.memory_bytes
     print(
-        f"{weights.parameter_bytes:,} parameter bytes, {wanted:,} by the shapes; headers"
-        f" {share.headers.digest}",
+        f"{weights.parameter_bytes:,} parameter bytes, {wanted:,} by the shapes; {share.origin}",
         flush=True,
     )
     decoder = Decoder(model, weights, group, latent_norm_eps=config.latent_norm_eps)

@@ -21,6 +21,7 @@ _ENGINE_OPTIONS = (
     "max_model_len",
     "expert_layout",
     "collectives",
+    "synthetic",
 )
 
 
@@ -38,6 +39,9 @@ def add_subcommands(subparsers: Any) -> None:
     parser.add_argument("--max-model-len", type=int, help="longest prompt + output")
     parser.add_argument("--expert-layout", choices=["ep", "sliced"])
     parser.add_argument("--collectives", choices=["shm", "gloo", "nccl"])
+    parser.add_argument(
+        "--synthetic", action="store_true", default=None, help="random weights, no files of them"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(
