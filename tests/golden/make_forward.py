@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes forward-<preset>.npz (`forward.py`) with transformers in fp32, one layer in memory at a time.
+"""Makes forward-<preset>.npz (`forward.py`) with transformers in fp32, a layer at a time.
 
 usage:  PYTHONPATH=src:. python tests/golden/make_forward.py [block] [glm]
 

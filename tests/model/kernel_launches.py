@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NO_WORK = {
     "empty", "empty_like", "empty_strided", "new_empty", "view", "_unsafe_view", "reshape", "slice",
     "select", "as_strided", "detach", "alias", "transpose", "t", "split", "split_with_sizes",
-    "unsqueeze", "squeeze", "permute", "expand", "unbind", "lift_fresh",
+    "unsqueeze", "squeeze", "flatten", "permute", "expand", "unbind", "lift_fresh",
 }  # fmt: skip
 
 
