@@ -8,10 +8,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench.registry import Case, Problem, memory_us
-from glmserve.kernels.router import reference
+from glmserve.kernels.router import ChoiceCount, reference
 from glmserve.kernels.router.launch import route
 
 EXPERTS, WIDTH, TOP_K, SCALE = 256, 6144, 8, 2.5
+
+
+def count_of(rows: int, device: torch.device | str) -> ChoiceCount:
+    """Counting as the model does while it serves."""
+    totals = torch.zeros(EXPERTS, dtype=torch.int64, device=device)
+    return ChoiceCount(totals, torch.zeros(rows, dtype=torch.int64, device=device), 1)
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -20,7 +26,11 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
             x = torch.empty(rows, WIDTH, dtype=torch.bfloat16, device=device)
             gate = torch.empty(EXPERTS, WIDTH, dtype=dtype, device=device)
             bias = torch.empty(EXPERTS, dtype=torch.float32, device=device)
-            yield f"{rows} {dtype}", lambda x=x, g=gate, b=bias: route(x, g, b, TOP_K, SCALE)
+            count = count_of(rows, device)
+            yield (
+                f"{rows} {dtype}",
+                lambda x=x, g=gate, b=bias, c=count: route(x, g, b, TOP_K, SCALE, c),
+            )
 
 
 def problem(rows: int, dtype: torch.dtype) -> Problem:
@@ -31,6 +41,7 @@ def problem(rows: int, dtype: torch.dtype) -> Problem:
         (torch.randn(EXPERTS, WIDTH, device="cuda") / 78).bfloat16().to(dtype) for _ in range(sets)
     ]
     bias = torch.randn(EXPERTS, device="cuda") * 0.05 + 34
+    count = count_of(rows, "cuda")
     outs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     ids, weights = reference.route(x.double(), gates[0].double(), bias.double(), TOP_K, SCALE)
     p = torch.sigmoid(x.double() @ gates[0].double().T) + bias.double()
@@ -38,7 +49,7 @@ def problem(rows: int, dtype: torch.dtype) -> Problem:
     clear = ranked[:, TOP_K - 1] - ranked[:, TOP_K] > 1e-5  # elsewhere fp32 may choose otherwise
 
     def launch(i: int) -> None:
-        outs[i] = route(x, gates[i], bias, TOP_K, SCALE)
+        outs[i] = route(x, gates[i], bias, TOP_K, SCALE, count)
 
     def error() -> float:
         got_ids, got = outs[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glmserve.kernels.router import reference
+from glmserve.kernels.router import ChoiceCount, reference
 from glmserve.kernels.router.launch import route
 from tests.tolerances import assert_close
 
@@ -61,3 +61,20 @@ def test_negative_scores_are_ordered(device: torch.device) -> None:
     x, gate = torch.zeros(1, 128).bfloat16(), torch.randn(40, 128)
     ids, _ = route(x.to(device), gate.to(device), bias.to(device), 8, 1.0)
     assert ids[0].tolist() == bias.topk(8).indices.sort().values.tolist()
+
+
+@pytest.mark.parametrize("experts", [40, 64])
+def test_choices_are_counted_without_padding(device: torch.device, experts: int) -> None:
+    x, gate, bias = (t.to(device) for t in make(23, experts, 128, torch.bfloat16))
+    row_seq = torch.randint(0, 5, (23,), device=device)
+    row_seq[[2, 7, 22]] = 5
+    totals = torch.arange(experts, device=device)
+    ids, _ = route(x, gate, bias, 4, 1.0, ChoiceCount(totals, row_seq, 5))
+    expected = torch.arange(experts) + torch.bincount(
+        ids[row_seq != 5].flatten().cpu(), minlength=experts
+    )
+    assert torch.equal(totals.cpu(), expected)
+    assert int(totals.sum()) == experts * (experts - 1) // 2 + 20 * 4
+    again = torch.arange(experts, device=device)
+    ChoiceCount(again, row_seq, 5).add(ids)
+    assert torch.equal(again, totals)

@@ -12,6 +12,7 @@ from torch import Tensor
 from glmserve.checkpoint.weights import LayerWeights, MoeWeights
 from glmserve.kernels.linear import QuantWeight
 from glmserve.kernels.residual_norm import Normed
+from glmserve.kernels.router import ChoiceCount
 from glmserve.model.attention import Attention
 from glmserve.model.caches import LayerCache
 from glmserve.model.mlp import mlp
@@ -28,12 +29,28 @@ class DecoderLayer:
         self, config: ModelConfig, weights: LayerWeights, group: Group, latent_norm_eps: float
     ) -> None:
         self.config, self.weights, self.group = config, weights, group
-        self.attention = Attention(config, weights.attention, latent_norm_eps)
+        self.attention = Attention(config, weights.attention, group, latent_norm_eps)
+        self._totals: Tensor | None = None  # [E] of the experts chosen here, when counted
+        self._padding = -1
         self.reads_fp8 = isinstance(weights.attention.a_proj, QuantWeight)
         first = weights.ffn.shared if isinstance(weights.ffn, MoeWeights) else weights.ffn
         self.ffn_reads_fp8 = isinstance(first.gate_up, QuantWeight) or isinstance(
             weights.ffn.gate_up, QuantWeight
         )
+
+    @property
+    def routed(self) -> bool:
+        return isinstance(self.weights.ffn, MoeWeights)
+
+    def count_choices(self, totals: Tensor, padding: int) -> None:
+        """From now on: counts in totals [E] int64 the experts chosen by rows of other sequences
+        than `padding`."""
+        self._totals, self._padding = totals, padding
+
+    def _count(self, step: Step) -> ChoiceCount | None:
+        if self._totals is None:
+            return None
+        return ChoiceCount(self._totals, step.batch.row_seq, self._padding)
 
     def forward(
         self,
@@ -60,7 +77,7 @@ class DecoderLayer:
             self.group, partial, residual, w.post_norm, c.rms_norm_eps, self.ffn_reads_fp8
         )
         if isinstance(w.ffn, MoeWeights):
-            partial, routing = moe(normed, w.ffn, c, taps)
+            partial, routing = moe(normed, w.ffn, c, taps, self._count(step))
         else:
             partial, routing = mlp(normed, w.ffn), None
         normed, residual = all_reduce_residual_rms_norm(

@@ -12,14 +12,18 @@ from torch import Tensor
 from glmserve.checkpoint.weights import MoeWeights
 from glmserve.kernels.experts import experts
 from glmserve.kernels.residual_norm import Normed
-from glmserve.kernels.router import route
+from glmserve.kernels.router import ChoiceCount, route
 from glmserve.model.mlp import mlp
 from glmserve.model.taps import Routing, Taps
 from glmserve.model_config import ModelConfig
 
 
 def moe(
-    x: Normed, weights: MoeWeights, config: ModelConfig, taps: Taps | None = None
+    x: Normed,
+    weights: MoeWeights,
+    config: ModelConfig,
+    taps: Taps | None = None,
+    count: ChoiceCount | None = None,
 ) -> tuple[Tensor, Routing]:
     """x [R, D] normed -> (this rank's partial [R, D], routing)."""
     chosen = Routing(
@@ -29,6 +33,7 @@ def moe(
             weights.bias,
             config.num_experts_per_tok,
             config.routed_scaling_factor,
+            count,
         )
     )
     if taps is not None:

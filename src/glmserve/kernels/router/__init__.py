@@ -7,16 +7,24 @@ import torch
 
 from ..dispatch import use_kernel
 from . import reference
+from .count import ChoiceCount
+
+__all__ = ["ChoiceCount", "route"]
 
 
 def route(
-    x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scale: float,
+    count: ChoiceCount | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, D], gate [E, D] acc, bias [E] acc -> (ids [R, top_k] int64 ascending, weights acc).
 
     Everything is done in acc: biases near 34 with steps far below a bf16 ULP choose the experts.
     Ties go to the lower expert id. The bias never enters a weight. A gate in bf16 stands for the
-    same numbers in fp32, at half the bytes.
+    same numbers in fp32, at half the bytes. `count`: where to count the choices, if anywhere.
     """
     assert x.shape[1] == gate.shape[1], (x.shape, gate.shape)
     assert bias.shape == gate.shape[:1], (x.shape, gate.shape)
@@ -27,5 +35,8 @@ def route(
         from . import launch
 
         if use_kernel("route", "cuda", launch.unserved(x, bias)):
-            return launch.route(x.contiguous(), gate, bias, top_k, scale)
-    return reference.route(x, gate.to(bias.dtype), bias, top_k, scale)
+            return launch.route(x.contiguous(), gate, bias, top_k, scale, count)
+    ids, weights = reference.route(x, gate.to(bias.dtype), bias, top_k, scale)
+    if count is not None:
+        count.add(ids)
+    return ids, weights

@@ -59,20 +59,27 @@ def score_parts(
     tl.store(target, acc, mask=real[None, :] & (n[:, None] < experts))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "padding"])
 def choose_experts(
     parts,
     bias,
     ids,
     weights,
+    totals,
+    row_seq,
+    padding,
     rows,
     experts,
     scale,
     TOP_K: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    """ids [rows, TOP_K] int64 ascending, weights [rows, TOP_K] fp32, of the summed parts."""
+    """ids [rows, TOP_K] int64 ascending, weights [rows, TOP_K] fp32, of the summed parts.
+
+    COUNT: totals [experts] int64 grow by the choices of rows whose row_seq is not `padding`.
+    """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < experts
@@ -96,3 +103,6 @@ def choose_experts(
     slot = row * TOP_K + tl.cumsum(ones, 0) - ones
     tl.store(ids + slot, expert.to(tl.int64), mask=taken)
     tl.store(weights + slot, p / total * scale, mask=taken)
+    if COUNT:
+        real = tl.load(row_seq + row) != padding
+        tl.atomic_add(totals + expert, ones.to(tl.int64), mask=taken & real, sem="relaxed")

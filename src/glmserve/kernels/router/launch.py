@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..linear import kernel as linear_kernel
 from . import kernel
+from .count import ChoiceCount
 
 _SPLIT_ROWS = 256  # above, one program sums all chunks of its tile
 
@@ -30,7 +31,12 @@ def unserved(x: torch.Tensor, bias: torch.Tensor) -> dict[str, object]:
 
 
 def route(
-    x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, scale: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scale: float,
+    count: ChoiceCount | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, depth = x.shape
     experts = gate.shape[0]
@@ -54,7 +60,8 @@ def route(
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
     kernel.choose_experts[(rows,)](
-        parts, bias, ids, weights, rows, experts, scale, top_k, parts.shape[0],
-        triton.next_power_of_2(experts), num_warps=1,
+        parts, bias, ids, weights, count.totals if count else ids, count.row_seq if count else ids,
+        count.padding if count else 0, rows, experts, scale, top_k, parts.shape[0],
+        triton.next_power_of_2(experts), count is not None, num_warps=1,
     )  # fmt: skip
     return ids, weights
