@@ -89,7 +89,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
 }
-ROWS = {"block": 256, "glm": 2176}  # T: more than the index keeps
+CONFIGS["pair"] = CONFIGS["block"] | {"num_attention_heads": 16}  # 8 heads for each of two ranks
+ROWS = {"block": 256, "pair": 256, "glm": 2176}  # T: more than the index keeps
 
 _PLAIN = ("embed_tokens", "lm_head", "mlp.gate.", "weights_proj", "eh_proj")
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from glmserve.checkpoint.synthetic import make_checkpoint
+from glmserve.model import indexer
 from glmserve.model.batch import StepBatch
+from glmserve.model.taps import Taps
 from glmserve.model_config import ExpertLayout
 from glmserve.parallel.group import Group
 from tests.model.ranks import Run, batch_of, greedy, load, on_ranks
@@ -147,3 +150,34 @@ def test_rolled_back_rows_leave_no_trace(checkpoint: Path, reference: Run) -> No
         model.decoder.forward(batch_of(wrong, 140, IN_ORDER), model.caches)
         hidden = model.decoder.forward(batch_of(sequence[140:150], 140, IN_ORDER), model.caches)
     assert_close("hidden", reference.hidden[140:150], hidden, "same_fp64")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rows", [149, 150])
+def test_ranks_that_score_shares_of_a_prefill_select_the_same(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    scored: list[int] = []
+    original = indexer.index_logits
+
+    def counted(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        scored.append(len(query))
+        return original(query, *rest, **named)
+
+    monkeypatch.setattr(indexer, "index_logits", counted)
+
+    def work(group: Group) -> Taps:
+        model, taps = load(checkpoint, torch.float64, group), Taps()
+        model.decoder.forward(batch_of(PROMPT[:rows], 0, IN_ORDER), model.caches, taps)
+        return taps
+
+    (alone,) = on_ranks(1, work)
+    assert set(scored) == {rows}
+    scored.clear()
+    monkeypatch.setattr(indexer, "SPLIT_ROWS", 100)
+    for taps in on_ranks(4, work):
+        for got, want in zip(taps.selections, alone.selections, strict=True):
+            assert torch.equal(got.positions, want.positions)
+            assert torch.equal(got.slots, want.slots)
+        assert_close("hidden", alone.hidden[-1], taps.hidden[-1], "same_fp64")
+    assert set(scored) == {38}

@@ -23,11 +23,16 @@ from glmserve.model.indexer import Indexer
 from glmserve.model.step import Selection, Step
 from glmserve.model.taps import Taps
 from glmserve.model_config import ModelConfig
+from glmserve.parallel.group import Group
 
 
 class Attention:
     def __init__(
-        self, config: ModelConfig, weights: AttentionWeights, latent_norm_eps: float
+        self,
+        config: ModelConfig,
+        weights: AttentionWeights,
+        group: Group,
+        latent_norm_eps: float,
     ) -> None:
         self.config, self.weights, self.latent_norm_eps = config, weights, latent_norm_eps
         self.w_uk = weights.kv_b[:, : config.qk_nope_head_dim]  # [H, nope, kv_lora]
@@ -38,7 +43,7 @@ class Attention:
         self.indexer: Indexer | None = None
         self.index_norm: IndexKeyNorm | None = None
         if weights.indexer is not None:
-            self.indexer = Indexer(config, weights.indexer)
+            self.indexer = Indexer(config, weights.indexer, group)
             self.index_norm = IndexKeyNorm(
                 weights.indexer.k_norm_weight, weights.indexer.k_norm_bias
             )

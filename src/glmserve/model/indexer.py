@@ -18,35 +18,69 @@ from glmserve.kernels.query_side import index_query
 from glmserve.kernels.topk_select import topk_select
 from glmserve.model.step import Selection, Step
 from glmserve.model_config import ModelConfig
+from glmserve.parallel.group import Group
+
+SPLIT_ROWS = 512  # rows of a prefill step from which on ranks score a share of them each
 
 
 class Indexer:
-    def __init__(self, config: ModelConfig, weights: IndexerWeights) -> None:
-        self.config, self.weights = config, weights
+    def __init__(self, config: ModelConfig, weights: IndexerWeights, group: Group) -> None:
+        self.config, self.weights, self.group = config, weights, group
         self.reads_fp8 = isinstance(weights.wq_b, QuantWeight)
 
     def select(
         self, q_latent: Tensor | QuantRows, head_weights: Tensor, index_k: Tensor, step: Step
     ) -> Selection:
         """Scores each row (q_latent [R, q_lora] normed, in fp8 for a block-fp8 wq_b; head_weights
-        [R, Hi] raw) against the keys that it sees and keeps the best index_topk."""
+        [R, Hi] raw) against the keys that it sees and keeps the best index_topk.
+
+        Long prefill steps are scored in shares, one a rank; a row's scores do not depend on the
+        rows beside it, so the positions are the same as those of one rank.
+        """
+        batch, rows, ranks = step.batch, len(head_weights), self.group.size
+        if ranks == 1 or rows < SPLIT_ROWS or batch.rows_per_sequence is not None:
+            positions = self._positions(q_latent, head_weights, index_k, step, slice(0, rows))
+        else:
+            share = -(-rows // ranks)
+            start = min(self.group.rank * share, rows - share)  # the last share may overlap
+            own = self._positions(
+                q_latent, head_weights, index_k, step, slice(start, start + share)
+            )
+            parts = self.group.all_gather(own)
+            last = parts[-1][ranks * share - rows :]
+            positions = torch.cat((parts[:-1].flatten(0, 1), last))
+        return Selection(positions, batch.slots(positions))
+
+    def _positions(
+        self,
+        q_latent: Tensor | QuantRows,
+        head_weights: Tensor,
+        index_k: Tensor,
+        step: Step,
+        some: slice,
+    ) -> Tensor:
+        """Of the rows in `some`: [n, k] int32."""
         c, batch = self.config, step.batch
+        if isinstance(q_latent, QuantRows):
+            scales = q_latent.scales[:, some].contiguous()
+            q_latent = QuantRows(q_latent.values[some], scales)
+        else:
+            q_latent = q_latent[some]
         query = linear(q_latent, self.weights.wq_b).view(-1, c.index_n_heads, c.index_head_dim)
         query, scaled = index_query(
-            query, head_weights, step.rope, fp8=index_k.dtype == torch.uint8
+            query, head_weights[some], step.rope[some], fp8=index_k.dtype == torch.uint8
         )
         logits = index_logits(
             query,
             scaled,
             index_k,
             batch.page_table,
-            batch.row_seq,
-            step.last,
+            batch.row_seq[some],
+            step.last[some],
             step.first,
             batch.page_size,
             step.max_context,
             batch.rows_per_sequence,
             fill=False,
         )
-        positions = topk_select(logits, c.index_topk, step.last, step.first)
-        return Selection(positions, batch.slots(positions))
+        return topk_select(logits, c.index_topk, step.last[some], step.first)
