@@ -149,6 +149,10 @@ class EngineStats:
     waiting: int
     pages: int
     free_pages: int
+    # Of the newest report: busiest / mean, averaged over the routed layers; 0 = none yet.
+    expert_imbalance: float
+    rank_imbalance: float
+    expert_tokens_by_rank: tuple[int, ...]  # rows times chosen experts that the rank holds
 
 
 @dataclass(frozen=True)
@@ -295,6 +299,8 @@ class StepResult:
     ended: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))  # [N]
     reports: dict[int, RowReport] = field(default_factory=dict)  # by row, also of other rows
     rows_computed: int = 0  # token rows that went through the target model
+    # [routed layers, experts] rows that chose each expert since the start; in few results
+    expert_totals: npt.NDArray[np.int64] | None = None
 
 
 def encode(message: Any) -> bytes:

@@ -42,7 +42,7 @@ class Scheduler:
         self.grammars = grammars
         self.eos_token_ids = eos_token_ids
         self.roster = Roster(config)
-        self.stats = StatsCollector(config.drafts)
+        self.stats = StatsCollector(config)
         self._planner = Planner(config, eos_token_ids, self.roster, self.stats)
         self._intake = ResultIntake(self.roster, self.stats)
         self._arrivals = 0

@@ -11,6 +11,8 @@ from collections import Counter
 
 import numpy as np
 
+from glmserve.config import EngineConfig
+from glmserve.engine.expert_balance import ExpertBalance
 from glmserve.engine.page_pool import PagePool
 from glmserve.messages import EngineStats, StepPlan, StepResult
 
@@ -18,8 +20,9 @@ from glmserve.messages import EngineStats, StepPlan, StepResult
 class StatsCollector:
     """One for an engine; the loop's thread owns it."""
 
-    def __init__(self, drafts: int) -> None:
-        self._drafts = drafts
+    def __init__(self, config: EngineConfig) -> None:
+        self._drafts = drafts = config.drafts
+        self._balance = ExpertBalance(config.ranks, config.expert_layout)
         self.steps = 0
         self._rows = 0
         self._prompt_tokens = 0
@@ -43,6 +46,8 @@ class StatsCollector:
         self.steps += 1
         self._rows += result.rows_computed
         self._generated += len(result.tokens)
+        if result.expert_totals is not None:
+            self._balance.take(result.expert_totals)
         # A final prefill draws one token and has no drafts.
         self._drafted += self._drafts * (
             len(result.rows) - sum(chunk.final for chunk in plan.prefill)
@@ -66,4 +71,7 @@ class StatsCollector:
             waiting=waiting,
             pages=pool.capacity,
             free_pages=pool.free,
+            expert_imbalance=self._balance.over_experts,
+            rank_imbalance=self._balance.over_ranks,
+            expert_tokens_by_rank=self._balance.by_rank,
         )

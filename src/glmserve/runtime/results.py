@@ -63,6 +63,7 @@ class Pending:
     with_drafts: Container[int]  # rows whose new drafts are reported
     logprobs: Report | None = None
     prompt_logprobs: Report | None = None
+    expert_totals: Tensor | None = None  # int64 on the host; None in most steps
     done: torch.cuda.Event | None = field(default=None)
 
     def mark(self, device: torch.device) -> None:
@@ -75,11 +76,17 @@ class Pending:
         """The result, once the device has it."""
         if self.done is not None:
             self.done.synchronize()
+        totals = None if self.expert_totals is None else self.expert_totals.numpy()
         places = self.places
         decoding = len(places.decode)
         if self.results is None:
             reports = self._reports({}, {})
-            return StepResult(self.step, reports=reports, rows_computed=places.prefill_rows)
+            return StepResult(
+                self.step,
+                reports=reports,
+                rows_computed=places.prefill_rows,
+                expert_totals=totals,
+            )
         lines = self.results.numpy()
         lines = np.concatenate([lines[:decoding], lines[places.bucket :]])  # without padding
         counts = lines[:, columns.COUNT]
@@ -104,6 +111,7 @@ class Pending:
             np.where(flags & columns.STOPPED, STOPPED, done).astype(np.uint8),
             self._reports(dict(zip(rows.tolist(), counts.tolist(), strict=True)), drafts),
             rows_computed,
+            totals,
         )
 
     def _reports(

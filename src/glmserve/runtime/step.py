@@ -7,6 +7,7 @@ to decide what comes next. A step is launched by `run` and waited for through wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from glmserve.config import EngineConfig
 from glmserve.messages import StepMasks, StepPlan
 from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
+from glmserve.model.expert_load import ExpertLoad
 from glmserve.model.mtp import Mtp
 from glmserve.model.taps import Taps
 from glmserve.runtime.capture import Capture
@@ -29,6 +31,8 @@ from glmserve.runtime.results import Pending, to_host
 from glmserve.runtime.row_state import RowState
 from glmserve.runtime.sampler import Sampler
 from glmserve.runtime.uploads import upload
+
+LOAD_PERIOD = 1.0  # seconds between two reports of how often each expert was chosen
 
 
 class StepRunner:
@@ -55,6 +59,9 @@ class StepRunner:
         self.drawer = Drawer(decoder, sampler, self.state, self.shaping)
         self.drafter = Drafter(config, decoder, mtp, caches, sampler, self.state) if mtp else None
         self.reporter = LogprobReporter(decoder, sampler, self.state)
+        layers = [*decoder.layers, *([mtp.layer] if mtp else [])]
+        self.load = ExpertLoad(decoder.config, layers, self.state.padding, device)
+        self._load_due = 0.0  # time.monotonic() of the next report of expert totals
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Pending:
@@ -81,8 +88,17 @@ class StepRunner:
             pending.logprobs = self.reporter.of_draws(places, logits, draws)
         if self.capture:
             self.capture.end(layout.batch, hidden, self.decoder.logits(hidden), self.state.padding)
+        pending.expert_totals = self._expert_totals()
         pending.mark(self.state.device)
         return pending
+
+    def _expert_totals(self) -> Tensor | None:
+        """[routed layers, experts] on the host, once in a while; what this step adds included."""
+        now = time.monotonic()
+        if now < self._load_due:
+            return None
+        self._load_due = now + LOAD_PERIOD
+        return to_host(self.load.totals)
 
     def forward(self, layout: Layout, taps: Taps | None = None) -> tuple[Tensor, Tensor]:
         """The target model: hidden rows [R, D] and logits [M, V/N] of the drawing rows."""

@@ -56,6 +56,22 @@ METRICS: Final = (
     ),
     Metric("engine_steps_total", "counter", "Steps that the ranks ran."),
     Metric("engine_rows_total", "counter", "Token rows that went through the model."),
+    Metric(
+        "expert_tokens_total",
+        "counter",
+        "Rows that a rank's routed experts took, once for each expert; renewed every second.",
+        label="rank",
+    ),
+    Metric(
+        "expert_imbalance",
+        "gauge",
+        "Rows of the busiest expert over the mean, averaged over layers, in the last second.",
+    ),
+    Metric(
+        "expert_rank_imbalance",
+        "gauge",
+        "Rows of the rank with the busiest experts over the mean, likewise.",
+    ),
     Metric("num_requests_running", "gauge", "Requests that have a row."),
     Metric("num_requests_waiting", "gauge", "Requests that wait for one."),
     Metric("kv_cache_pages", "gauge", "Pages of the caches."),

@@ -135,9 +135,13 @@ def _counters(stats: EngineStats) -> Iterator[tuple[str, int, str]]:
         yield "spec_decode_num_accepted_tokens_per_pos_total", accepted, str(position)
     yield "engine_steps_total", stats.steps, ""
     yield "engine_rows_total", stats.rows, ""
+    for rank, tokens in enumerate(stats.expert_tokens_by_rank):
+        yield "expert_tokens_total", tokens, str(rank)
 
 
-def _gauges(stats: EngineStats) -> Iterator[tuple[str, int]]:
+def _gauges(stats: EngineStats) -> Iterator[tuple[str, float]]:
+    yield "expert_imbalance", stats.expert_imbalance
+    yield "expert_rank_imbalance", stats.rank_imbalance
     yield "num_requests_running", stats.running
     yield "num_requests_waiting", stats.waiting
     yield "kv_cache_pages", stats.pages
