@@ -8,6 +8,7 @@ import sys
 
 from glmserve import __version__
 from glmserve.checkpoint import commands as checkpoint_commands
+from glmserve.checkpoint import plan_commands
 from glmserve.engine import commands as engine_commands
 from glmserve.errors import GlmServeError
 from glmserve.server import commands as server_commands
@@ -18,8 +19,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="glmserve", description="Serve GLM-5.2/5.3 on Triton.")
     parser.add_argument("--version", action="version", version=f"glmserve {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for room in (server_commands, engine_commands, checkpoint_commands, text_commands):
-        room.add_subcommands(subparsers)
+    offered = (
+        server_commands,
+        engine_commands,
+        checkpoint_commands,
+        plan_commands,
+        text_commands,
+    )
+    for commands in offered:
+        commands.add_subcommands(subparsers)
     return parser
 
 

@@ -85,7 +85,8 @@ class MemoryPlan:
             raise ConfigError(
                 "num_pages",
                 wanted_pages,
-                f"need {wanted_pages * self.page_bytes / 1e9:.2f} GB a rank, {self.pages} fit: {gb}",
+                f"need {wanted_pages * self.page_bytes / 1e9:.2f} GB a rank, "
+                f"{self.pages} fit: {gb}",
             )
         if self.at_once(self.max_model_len) < 1:
             raise ConfigError(
