@@ -20,10 +20,15 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         state = torch.empty(2, dtype=torch.int32, device=device)
         memory = PeerMemory(1, size, table, table, state, 2048 * WIDTH)
         x = torch.empty(64, WIDTH, dtype=torch.bfloat16, device=device)
-        for two_shot in (False, True):
+        # The forms of a layer; the embedding's, without a residual, compile alike: one of them.
+        forms = [(x, two_shot, fp8) for two_shot in (False, True) for fp8 in (False, True)]
+        forms += [(None, False, True)] if size == 8 else []
+        for residual, two_shot, fp8 in forms:
             yield (
-                f"{size} ranks, two-shot {two_shot}",
-                lambda m=memory, x=x, t=two_shot: boundary(m, x, x, x[0], 1e-5, two_shot=t),
+                f"{size} ranks, two-shot {two_shot}, fp8 {fp8}",
+                lambda m=memory, x=x, r=residual, t=two_shot, q=fp8: boundary(
+                    m, x, r, x[0], 1e-5, q, t
+                ),
             )
 
 

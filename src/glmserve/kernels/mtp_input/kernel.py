@@ -29,14 +29,16 @@ def mtp_rows(
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
     half = tl.program_id(1)
-    place = half * width + column - first
-    kept = inside & (place >= 0) & (place < share)
-    if (half * width < first + share) & (half * width + width > first):
-        if half == 0:
-            tile = tl.load(embedding + row * width + column, mask=inside, other=0.0)
-            gain = tl.load(embedding_norm + column, mask=inside, other=0.0)
-        else:
-            tile = tl.load(hidden + row * width + column, mask=inside, other=0.0)
-            gain = tl.load(hidden_norm + column, mask=inside, other=0.0)
-        result = to_bf16(norm_tile(tile.to(tl.float32), gain.to(tl.float32), width, eps))
-        tl.store(out + row * share + place, result, mask=kept)
+    if half == 0:
+        source = embedding
+        weight = embedding_norm
+    else:
+        source = hidden
+        weight = hidden_norm
+    start = half * width - first  # of this half among the rank's columns
+    if (start < share) & (start + width > 0):
+        tile = tl.load(source + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        result = to_bf16(norm_tile(tile, gain, width, eps))
+        kept = inside & (column >= -start) & (column < share - start)
+        tl.store(out + row * share + start + column, result, mask=kept)
