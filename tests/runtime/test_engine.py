@@ -21,11 +21,14 @@ from glmserve.config import EngineConfig
 from glmserve.engine.client import EngineClient
 from glmserve.errors import ConfigError, EngineError, InvalidInput
 from glmserve.messages import Chunk, DraftScript, Request
+from glmserve.runtime.step import LOAD_PERIOD
 from glmserve.sampling_params import SamplingParams
 from tests.tolerances import assert_close
 
 LENGTHS = (5, 33, 70, 130)  # below and above the preset's index_topk, across page ends
 NEW = 24
+BATCH = 18  # a request and 17 others
+EXPERTS = 16  # of the preset
 
 Engine = Callable[..., EngineClient]
 
@@ -43,7 +46,7 @@ def start(checkpoint: Path) -> Iterator[Engine]:
     clients: list[EngineClient] = []
 
     def factory(**settings: object) -> EngineClient:
-        values = {"checkpoint": str(checkpoint), "num_pages": 64, "max_rows": 8} | settings
+        values = {"checkpoint": str(checkpoint), "num_pages": 64, "max_rows": BATCH} | settings
         client = EngineClient.start(EngineConfig(**values))  # type: ignore[arg-type]
         clients.append(client)
         shares = zip(client.info.parameter_bytes, client.info.share_bytes, strict=True)
@@ -93,6 +96,19 @@ def requests() -> list[Request]:
     return made
 
 
+def companions() -> list[Request]:
+    """Short requests that fill the batch, so that each of `requests()` has 17 others beside it."""
+    generator = np.random.default_rng(1)
+    return [
+        Request(
+            f"c{i}",
+            generator.integers(0, 900, 3 + i).astype(np.int32),
+            SamplingParams(max_tokens=NEW, temperature=0.9, seed=i, ignore_eos=True),
+        )
+        for i in range(BATCH - len(requests()))
+    ]
+
+
 def collect(
     client: EngineClient, uids: list[str], timeout: float = 120.0
 ) -> dict[str, list[Chunk]]:
@@ -107,9 +123,9 @@ def collect(
 
 
 def tokens_of(client: EngineClient, batch: bool) -> dict[str, list[int]]:
-    """Tokens of `requests()`, all at once or one after the other."""
+    """Tokens of `requests()`, all at once in a full batch or one after the other."""
     made = requests()
-    groups = [made] if batch else [[request] for request in made]
+    groups = [made + companions()] if batch else [[request] for request in made]
     tokens: dict[str, list[int]] = {}
     for group in groups:
         for request in group:
@@ -119,7 +135,7 @@ def tokens_of(client: EngineClient, batch: bool) -> dict[str, list[int]]:
             tokens[uid] = [token for chunk in chunks for token in chunk.token_ids]
             assert chunks[-1].finish_reason == "length"
             assert chunks[-1].num_output_tokens == len(tokens[uid]) == NEW
-    return tokens
+    return {request.uid: tokens[request.uid] for request in made}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +158,9 @@ def alone(checkpoint: Path) -> dict[str, list[int]]:
         pytest.param({"num_pages": 8}, id="preempted"),
         pytest.param({"drafts": 1}, id="drafts-1"),
         pytest.param({"drafts": 3, "chunk": 16}, id="drafts-3-chunk-16"),
-        pytest.param({"drafts": 5, "share_draft_index": False}, id="drafts-5-own-index"),
+        pytest.param(
+            {"drafts": 5, "share_draft_index": False, "max_rows": 8}, id="drafts-5-own-index"
+        ),
         pytest.param({"steps_in_flight": 1, "drafts": 2}, id="one-step-in-flight"),
         pytest.param({"ranks": 2, "expert_layout": "sliced"}, id="2-ranks-sliced"),
         pytest.param({"ranks": 8, "chunk": 50}, id="8-ranks"),
@@ -203,6 +221,26 @@ def test_drafts_after_a_prefix_hit_equal_cold_ones(start: Engine, tmp_path: Path
         with np.load(last) as arrays:
             drafted.append(arrays["mtp_draft_logits_share1"][0])
     assert_close("draft logits", drafted[0], drafted[1], "same_fp64")
+
+
+def test_expert_load_counts_the_choices_that_were_made(start: Engine, tmp_path: Path) -> None:
+    client = start(ranks=2, capture_dir=str(tmp_path))
+    for request in requests()[:3]:  # a bucket of four places: one of them is padding
+        client.submit(request)
+    collect(client, [request.uid for request in requests()[:3]])
+    time.sleep(LOAD_PERIOD)
+    client.submit(Request("last", np.arange(9, dtype=np.int32), SamplingParams(max_tokens=1)))
+    collect(client, ["last"])  # its only step reports
+    by_rank = np.zeros(2, dtype=int)
+    for path in tmp_path.glob("step-*.npz"):
+        with np.load(path) as step:
+            experts = step["router_experts"]  # [layers, rows, k] of the tiny preset's 16
+        by_rank += np.bincount(experts.flatten() // (EXPERTS // 2), minlength=2)
+    deadline = time.monotonic() + 5.0
+    while client.stats is None or client.stats.expert_tokens_by_rank != tuple(by_rank):
+        assert time.monotonic() < deadline, (client.stats, by_rank)
+        time.sleep(0.02)
+    assert client.stats.expert_imbalance > client.stats.rank_imbalance >= 1.0
 
 
 def test_a_rank_that_dies_ends_running_requests_with_an_error(start: Engine) -> None:
