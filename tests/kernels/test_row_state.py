@@ -26,48 +26,55 @@ def some_table(device: torch.device, drafts: int) -> torch.Tensor:
     return table.to(device)
 
 
+def some_sequences(device: torch.device, drafts: int) -> torch.Tensor:
+    """Decoding rows, the padding row twice, nothing, and two prompts that end."""
+    places = drafts + 1
+    lines = [(row, i * places, i * places, -1) for i, row in enumerate((3, 0, 7, 1, 11, 11))]
+    lines += [(11, -1, 0, -1), (9, 70, 6 * places, 40), (10, 75, 6 * places + 1, 64)]
+    return torch.tensor(lines, device=device)
+
+
 @pytest.mark.parametrize("drafts", [0, 1, 3, 5])
 def test_places_equal_the_reference(device: torch.device, drafts: int) -> None:
-    table = some_table(device, drafts)
-    rows = torch.tensor([3, 0, 7, 11, 11], device=device)
-    count = len(rows) * (drafts + 1)
+    table, sequences = some_table(device, drafts), some_sequences(device, drafts)
     got, want = (
-        [torch.full((count + 2, *rest), -7, device=device) for rest in ((), (), (), (drafts,))]
+        [torch.full((80, *rest), -7, device=device) for rest in ((), (), (), (), (drafts,))]
         for _ in range(2)
     )
-    reference.place_rows(table, rows, drafts, *want)
-    kernel.place_rows(table, rows, drafts, *got)
+    reference.place_rows(table, sequences, *want)
+    kernel.place_rows(table, sequences, *got)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+    written = want[0] != -7
+    assert written[: 6 * (drafts + 1)].all() and not written[6 * (drafts + 1) :].any()
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 5])
-@pytest.mark.parametrize("finals", [0, 2])
-def test_verification_equals_the_reference(device: torch.device, drafts: int, finals: int) -> None:
-    rows = torch.tensor([3, 0, 7, 1, 11, 11, 9, 10][: 6 + finals], device=device)
+def test_verification_equals_the_reference(device: torch.device, drafts: int) -> None:
+    sequences = some_sequences(device, drafts)
+    shape = (len(sequences), c.result_width(drafts))
     for _ in range(8):
         table = some_table(device, drafts)
-        draws = torch.randint(0, 3, (6 * (drafts + 1) + finals,), device=device)
-        ends = torch.tensor([40, 64][:finals], dtype=torch.int64, device=device)
-        numbers = torch.tensor([55, 70][:finals], dtype=torch.int64, device=device)
-        results = []
-        for verify in (reference.verify_rows, kernel.verify_rows):
-            outputs = [
+        draws = torch.randint(0, 3, (6 * (drafts + 1) + 2,), device=device)
+        outcomes = []
+        for module in (reference, kernel):
+            outcome = [
                 table.clone(),
                 torch.full((80,), -7, device=device),
-                torch.empty(len(rows), dtype=torch.int64, device=device),
-                torch.zeros(len(rows), c.result_width(drafts), dtype=torch.int32, device=device),
+                torch.empty(len(sequences), dtype=torch.int64, device=device),
+                torch.zeros(shape, dtype=torch.int32, device=device),
             ]
-            verify(outputs[0], rows, draws, drafts, ends, numbers, *outputs[1:])
+            module.verify_rows(outcome[0], sequences, draws, drafts, *outcome[1:])
             for number in range(drafts):
-                module = reference if verify is reference.verify_rows else kernel
                 module.store_drafts(
-                    outputs[0], rows[:4], draws[:4] + number, number, drafts, outputs[3][:4]
+                    outcome[0], sequences[:4], draws[:4] + number, number, drafts, outcome[3][:4]
                 )
-            results.append(outputs)
-        for a, b in zip(*results, strict=True):
+            outcomes.append(outcome)
+        for a, b in zip(*outcomes, strict=True):
             assert torch.equal(a, b)
-        assert bool((results[0][3][4:6, c.COUNT] == 0).all())  # the padding row draws nothing
+        results = outcomes[0][3]
+        assert bool((results[4:7, c.COUNT] == 0).all())  # the padding row draws nothing
+        assert bool((results[7:, c.COUNT] == 1).all())  # a prompt draws its first token
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

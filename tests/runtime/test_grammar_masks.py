@@ -35,11 +35,9 @@ def test_bits_fall_on_the_drawing_rows_of_their_sequence(ranks: int) -> None:
     found = []
     for ids in torch.arange(VOCAB).chunk(ranks):
         grammar = GrammarMasks(ids, no_message)
-        shard = grammar.apply(
-            torch.zeros(6, len(ids), dtype=torch.float64),
-            {4: (0, 2), 7: (2, 3), 2: (5, 1)},
-            {row: torch.from_numpy(mask.view(np.int32)) for row, mask in masks.items()},
-        )
+        shard = torch.zeros(6, len(ids), dtype=torch.float64)
+        places = {4: (0, 2), 7: (2, 3), 2: (5, 1)}
+        grammar.apply_(shard, places, {row: mask.view(np.int32) for row, mask in masks.items()})
         found.append(shard)
     finite = torch.isfinite(torch.cat(found, dim=1))
     kept = [set(row.nonzero()[:, 0].tolist()) for row in finite]
@@ -59,7 +57,7 @@ def test_parts_of_a_step_are_joined_until_the_last() -> None:
     grammar = GrammarMasks(torch.arange(VOCAB), messages.popleft)
     found = grammar.receive(3)
     assert {row: len(mask) for row, mask in found.items()} == {1: 1, 2: 1, 5: 2}
-    assert grammar.receive(4)[1][0, 0].item() == 1 << 6
+    assert grammar.receive(4)[1][0, 0] == 1 << 6
     assert not messages
 
 

@@ -78,14 +78,17 @@ def test_each_setting_means_what_it_says(case: str, width: int) -> None:
     setting = CASES[case]
     ahead = [[], [9], [9, 5]]  # drafts ahead of the three drawing rows
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    stops = torch.tensor([[0, 21, -1]]).repeat(4, 1)
+    stops = torch.tensor([[0, 21, -1]]).repeat(5, 1)
     confirmed = [5, 5]
     parts = []
     for first in range(0, VOCAB, width):
         shard = LogitShaping(4, first, width, CPU)
         for row, settings in ((2, setting), (1, None)):
             shard.admit(RowInit(row, 0, 1.0, 1.0, 0, 10, (0, 21), stops_from=50, shaping=settings))
-        shard.confirm([2, 1], [confirmed, [3]])
+        assert shard.wanted([1]) and shard.wanted([2]) and not shard.wanted([0, 3])
+        # Two confirmed of three drawn, one, none.
+        draws = torch.tensor([[*confirmed, 7], [3, 1, 1], [6, 6, 6]])
+        shard.confirm(torch.tensor([2, 1, 4]), draws, torch.tensor([2, 1, 0]))
         rows = torch.tensor([2, 2, 2, 1])  # three rows of the shaped sequence, a plain one
         ahead_tensor = torch.tensor([[-1, -1], [9, -1], [9, 5], [-1, -1]])
         positions = torch.tensor([48, 49, 50, 60])
@@ -94,7 +97,7 @@ def test_each_setting_means_what_it_says(case: str, width: int) -> None:
                 logits[:, first : first + width],
                 DrawingRows(rows, positions, ahead_tensor),
                 stops,
-                torch.full((4,), 50),
+                torch.full((5,), 50),
             )
         )
     got = torch.cat(parts, 1)
@@ -109,9 +112,15 @@ def test_each_setting_means_what_it_says(case: str, width: int) -> None:
 def test_a_row_forgets_its_previous_sequence() -> None:
     shard = LogitShaping(2, 0, VOCAB, CPU)
     shard.admit(RowInit(0, 0, 1.0, 1.0, 0, 10, (), shaping=CASES["all"]))
-    shard.confirm([0], [[5]])
+    shard.confirm(torch.tensor([0]), torch.tensor([[5]]), torch.tensor([1]))
     shard.admit(RowInit(0, 0, 1.0, 1.0, 0, 10, (), shaping=CASES["presence"]))
     logits = torch.zeros(1, VOCAB, dtype=torch.float64)
     rows = DrawingRows(torch.tensor([0]), torch.tensor([9]), torch.empty(1, 0, dtype=torch.int64))
     none = torch.full((1, 1), -1)
     assert torch.equal(shard.shape(logits, rows, none, torch.tensor([0])), logits)
+    shard.admit(RowInit(0, 0, 1.0, 1.0, 0, 10, (3,), stops_from=10))  # nothing but min_tokens
+    got = shard.shape(logits + 1, rows, torch.tensor([[3]]), torch.tensor([10]))
+    assert got[0, 3] == -torch.inf and (got[0] == 1).sum() == VOCAB - 1
+    assert shard.wanted([0])
+    shard.admit(RowInit(0, 0, 1.0, 1.0, 0, 10, (3,), stops_from=7, prompt_length=7))
+    assert not shard.wanted([0])

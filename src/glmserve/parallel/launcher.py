@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from glmserve import env
 from glmserve.config import EngineConfig
@@ -195,6 +196,9 @@ class RankLauncher:
                 # Every rank's only GPU is its cuda:0, which torch's symmetric memory would take
                 # for one device used by all (seen with torch 2.11).
                 "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+                # Compiled kernels stay beside the prepared server: a second start loads them.
+                "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR")
+                or str(Path(env.CACHE_DIR.get() or "~/.cache/glmserve").expanduser() / "triton"),
                 **(extra or {}),
                 "CUDA_VISIBLE_DEVICES": visible_device(config, rank),
             }

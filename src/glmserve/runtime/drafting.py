@@ -100,7 +100,9 @@ class Drafter:
         if self.state.scripts:
             tokens = self._scripted(layout.rows, tokens)
         for number, ids in enumerate(tokens):
-            store_drafts(self.state.table, layout.rows, ids, number, self.state.drafts, results)
+            store_drafts(
+                self.state.table, layout.sequences, ids, number, self.state.drafts, results
+            )
 
     def _scripted(self, rows: Tensor, drafts: list[Tensor]) -> list[Tensor]:
         """Puts test drafts in place of the MTP layer's k times [S] where a request brings them."""

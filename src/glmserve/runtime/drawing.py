@@ -12,6 +12,7 @@ from glmserve.runtime.logit_shaping import DrawingRows, LogitShaping
 from glmserve.runtime.packing import Layout
 from glmserve.runtime.row_state import RowState
 from glmserve.runtime.sampler import Sampler
+from glmserve.runtime.variants import Variant
 
 
 class Drawer:
@@ -24,16 +25,17 @@ class Drawer:
         """The model's logits [M, V/N] of the drawing rows, from the step's hidden rows [R, D]."""
         return self.decoder.logits(layout.drawn(hidden))
 
-    def draw(self, layout: Layout, logits: Tensor) -> Tensor:
+    def draw(self, layout: Layout, logits: Tensor, variant: Variant) -> Tensor:
         """Tokens [M] int64, the same on every rank."""
         state = self.state
         rows = layout.drawn(layout.batch.row_seq)
-        positions = layout.drawn(layout.batch.positions) + 1
-        drawing = DrawingRows(rows, positions, layout.drawn_ahead())
-        shaped = self.shaping.shape(logits, drawing, state.stops[rows], state.stops_from[rows])
-        return self.sampler.sample(shaped, state.sampling(rows, positions))
+        positions = layout.drawn(layout.next_positions)
+        if variant.shaped:
+            drawing = DrawingRows(rows, positions, layout.ahead)
+            logits = self.shaping.shape(logits, drawing, state.stops, state.stops_from)
+        return self.sampler.sample(logits, state.sampling(rows, positions), variant.limited)
 
-    def verify(self, layout: Layout, draws: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(self, layout: Layout, draws: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
         """Moves the rows on; also fills `layout.following`.
 
         Returns the step's results [S, columns.result_width(k)] int32, drafts still open, and the
@@ -41,24 +43,13 @@ class Drawer:
         """
         state = self.state
         width = columns.result_width(state.drafts)
-        results = torch.empty(layout.sequences, width, dtype=torch.int32, device=draws.device)
-        last = torch.empty(layout.sequences, dtype=torch.int64, device=draws.device)
+        count = len(layout.sequences)
+        results = torch.empty(count, width, dtype=torch.int32, device=draws.device)
+        last = torch.empty(count, dtype=torch.int64, device=draws.device)
         verify_rows(
-            state.table,
-            layout.rows,
-            draws,
-            state.drafts,
-            layout.prompt_ends,
-            layout.final_index,
-            layout.following,
-            last,
-            results,
+            state.table, layout.sequences, draws, state.drafts, layout.following, last, results
         )
-        self._confirm(layout, results)
+        if variant.shaped:
+            tokens = results[:, columns.TOKENS : columns.TOKENS + state.drafts + 1]
+            self.shaping.confirm(layout.rows, tokens, results[:, columns.COUNT])
         return results, last
-
-    def _confirm(self, layout: Layout, results: Tensor) -> None:
-        tokens = results[:, columns.TOKENS : columns.TOKENS + self.state.drafts + 1]
-        counts = results[:, columns.COUNT].tolist()
-        confirmed = [ids[:n] for ids, n in zip(tokens.tolist(), counts, strict=True)]
-        self.shaping.confirm(layout.rows.tolist(), confirmed)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from glmserve.messages import RowInit, StepMasks
+from glmserve.kernels.logit_shaping import shut_ids
+from glmserve.messages import IntArray, RowInit, StepMasks
+from glmserve.runtime.uploads import upload
 
 
 class GrammarMasks:
@@ -22,7 +23,8 @@ class GrammarMasks:
     def __init__(self, ids: Tensor, fetch: Callable[[], StepMasks]) -> None:
         """ids [width] int64: token ids of this shard. `fetch` waits for the next message."""
         self._fetch = fetch
-        self._word, self._bit = ids >> 5, (ids & 31).to(torch.int32)
+        self._first = int(ids[0])
+        self._words = slice(self._first >> 5, int(ids[-1] >> 5) + 1)
         self._rows: set[int] = set()
 
     def admit(self, init: RowInit) -> None:
@@ -36,30 +38,35 @@ class GrammarMasks:
         """Device rows that have a grammar."""
         return self._rows
 
-    def receive(self, step: int) -> dict[int, Tensor]:
-        """Masks of the step by row: [n, words] int32."""
-        found: dict[int, Tensor] = {}
+    def receive(self, step: int) -> dict[int, IntArray]:
+        """Masks of the step by row: [n, words] int32, on the host."""
+        found: dict[int, IntArray] = {}
         while True:
             part = self._fetch()
             assert isinstance(part, StepMasks) and part.step == step, (part, step)
             for row, mask in zip(part.rows, part.masks, strict=True):
-                found[row] = torch.from_numpy(mask.view(np.int32)).to(self._word.device)
+                found[row] = mask.view(np.int32)
             if not part.more:
                 return found
 
-    def apply(
+    def apply_(
         self,
         logits: Tensor,
         places: Mapping[int, tuple[int, int]],
-        masks: Mapping[int, Tensor],
-    ) -> Tensor:
-        """-inf where a mask's bit is 0: logits [M, width] of the drawing rows.
+        masks: Mapping[int, IntArray],
+    ) -> None:
+        """-inf, in place, where a mask's bit is 0: logits [M, width] of the drawing rows.
 
         places: device row -> (its first drawing row, how many)
         """
-        allowed = torch.ones_like(logits, dtype=torch.bool)
+        chosen: list[int] = []
+        bits: list[IntArray] = []
         for row, mask in masks.items():
             start, width = places[row]
             count = min(width, len(mask))  # later ones are not reached
-            allowed[start : start + count] = ((mask[:count, self._word] >> self._bit) & 1) > 0
-        return logits.masked_fill(~allowed, -torch.inf)
+            chosen += range(start, start + count)
+            bits.append(mask[:count, self._words])
+        if chosen:
+            arrays = [np.array(chosen, dtype=np.int32), np.concatenate(bits)]
+            where, allowed = upload(arrays, logits.device)
+            shut_ids(logits, where, allowed, self._first, self._words.start)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests may change about their logits before temperature, over a vocabulary shard.
 
-Order as in vLLM's sampler: allowed ids, bad words, min_tokens, logit_bias, penalties. Each drawing
-row sees the confirmed tokens and the drafts ahead of it in the step, so verification rows are
-treated exactly as the same tokens would be without drafts. Dense tables over (row, shard) keep
-counts; they are made when the first request asks for any of this.
+Keeps the tables that the operators of kernels/logit_shaping read and advance. Each drawing row
+sees the confirmed tokens and the drafts ahead of it in the step, so verification rows are treated
+exactly as the same tokens would be without drafts. Tables are made when first asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from glmserve.kernels import logit_shaping as ops
 from glmserve.messages import IntArray, RowInit, Shaping
 
 
@@ -28,153 +29,102 @@ class DrawingRows:
 
 
 class LogitShaping:
-    """Tables of `max_rows` rows over the token ids [first, first + width) of this shard."""
+    """For device rows 0 .. max_rows (the last one is never admitted) and the token ids
+    [first, first + width) of this shard."""
 
     def __init__(self, max_rows: int, first: int, width: int, device: torch.device) -> None:
         self.first, self.width, self.max_rows, self.device = first, width, max_rows, device
-        self._shaped: dict[int, Shaping] = {}  # rows that ask for anything
-        self._history: dict[int, list[int]] = {}  # prompt and output of rows with bad words
-        self._tables: _Tables | None = None
+        self.tables: ops.ShapingTables | None = None
+        self._wanted: set[int] = set()  # rows whose sequence asks for anything, min_tokens too
+
+    def prepare(self) -> None:
+        """Makes the tables; call it before a graph with `shape` is captured."""
+        if self.tables is None:
+            self.tables = ops.ShapingTables.make(self.max_rows + 1, self.width, self.device)
+
+    def wanted(self, rows: Iterable[int]) -> bool:
+        """Whether any of the device rows needs `shape`, and `confirm` after it."""
+        return not self._wanted.isdisjoint(rows)
 
     def admit(self, init: RowInit) -> None:
         """Takes a row's settings; forgets those of the row's previous sequence."""
-        self._shaped.pop(init.row, None)
-        self._history.pop(init.row, None)
-        shaping = init.shaping
-        if shaping is None:
-            return
-        if self._tables is None:
-            self._tables = _Tables.make(self.max_rows, self.width, self.device)
-        self._shaped[init.row] = shaping
-        tables, row = self._tables, init.row
-        tables.in_prompt[row] = False
-        tables.in_prompt[row, self._local(shaping.prompt)] = True
-        tables.output_count[row] = 0
-        self._count(row, shaping.output)
-        tables.bias[row] = 0.0
-        for token, bias in shaping.logit_bias:
-            if self.first <= token < self.first + self.width:
-                tables.bias[row, token - self.first] += bias
-        tables.allowed[row] = shaping.allowed_token_ids is None
-        if shaping.allowed_token_ids is not None:
-            ids = np.asarray(shaping.allowed_token_ids, dtype=np.int32)
-            tables.allowed[row, self._local(ids)] = True
-        tables.penalties[row] = torch.tensor(
-            [shaping.presence_penalty, shaping.frequency_penalty, shaping.repetition_penalty]
-        )
-        if shaping.bad_word_ids:
-            self._history[row] = [*shaping.prompt.tolist(), *shaping.output.tolist()]
-
-    def confirm(self, rows: list[int], tokens: list[list[int]]) -> None:
-        """Counts the tokens that a step has confirmed."""
-        for row, ids in zip(rows, tokens, strict=True):
-            if row in self._shaped:
-                self._count(row, np.asarray(ids, dtype=np.int32))
-            if row in self._history:
-                self._history[row] += ids
+        self._wanted.discard(init.row)
+        if init.shaping is not None or init.stops_from > init.prompt_length:
+            self._wanted.add(init.row)
+        if init.shaping is not None:
+            self._fill(init.row, init.shaping)
+        elif self.tables is not None:
+            self.tables.flags[init.row] = 0
 
     def shape(
         self, logits: Tensor, drawing: DrawingRows, stops: Tensor, stops_from: Tensor
     ) -> Tensor:
         """Returns logits [M, width] fp32 or wider with every setting applied.
 
-        stops [M, s] int64 ids (-1 = none) that a row cannot draw before position stops_from [M].
+        stops [lines, s] int64 ids (-1 = none) that a device row cannot draw before position
+        stops_from [lines].
         """
-        early = drawing.positions < stops_from
-        if self._tables is not None and any(row in self._shaped for row in drawing.rows.tolist()):
-            logits = self._banned(logits, drawing)
-        if bool(early.any()):
-            banned = torch.where(early[:, None], stops - self.first, -1)
-            logits = _mask_ids(logits, banned)
-        if self._tables is not None and any(row in self._shaped for row in drawing.rows.tolist()):
-            logits = self._penalised(logits, drawing)
-        return logits
-
-    def _banned(self, logits: Tensor, drawing: DrawingRows) -> Tensor:
-        """Allowed ids and bad words."""
-        assert self._tables is not None
-        plain = self._plain(drawing.rows)
-        allowed = self._tables.allowed[drawing.rows] | plain[:, None]
-        logits = logits.masked_fill(~allowed, -torch.inf)
-        completions = [
-            self._completions(row, [token for token in ahead if token >= 0])
-            for row, ahead in zip(drawing.rows.tolist(), drawing.ahead.tolist(), strict=True)
-        ]
-        longest = max(len(ids) for ids in completions)
-        if longest:
-            banned = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in completions])
-            logits = _mask_ids(logits, banned.to(logits.device))
-        return logits
-
-    def _completions(self, row: int, ahead: list[int]) -> list[int]:
-        """Columns of this shard that would complete a bad word of the row."""
-        if row not in self._history:
-            return []
-        history = self._history[row] + ahead
-        last = [
-            word[-1] - self.first
-            for word in self._shaped[row].bad_word_ids
-            if len(word) == 1 or history[1 - len(word) :] == list(word[:-1])
-        ]
-        return [column for column in last if 0 <= column < self.width]
-
-    def _penalised(self, logits: Tensor, drawing: DrawingRows) -> Tensor:
-        """Logit bias, then repetition, frequency and presence penalties."""
-        tables = self._tables
-        assert tables is not None
-        rows = drawing.rows
-        plain = self._plain(rows)
-        count = tables.output_count[rows]
-        local = drawing.ahead - self.first
-        inside = (drawing.ahead >= 0) & (local >= 0) & (local < self.width)
-        count = count.scatter_add(1, torch.where(inside, local, 0), inside.to(count.dtype))
-        presence, frequency, repetition = (
-            tables.penalties[rows].to(logits.dtype)[..., None].unbind(1)
+        return ops.shape_logits(
+            logits,
+            self.tables,
+            self.first,
+            drawing.rows,
+            drawing.positions,
+            drawing.ahead,
+            stops,
+            stops_from,
         )
-        shaped = logits + tables.bias[rows].to(logits.dtype)
-        seen = tables.in_prompt[rows] | (count > 0)
-        repeated = torch.where(shaped > 0, shaped / repetition, shaped * repetition)
-        shaped = torch.where(seen, repeated, shaped)
-        shaped = shaped - frequency * count - presence * (count > 0)
-        return torch.where(plain[:, None], logits, shaped)
 
-    def _plain(self, rows: Tensor) -> Tensor:
-        """[M] bool: rows that ask for nothing (their table lines may be another sequence's)."""
-        return torch.tensor([row not in self._shaped for row in rows.tolist()], device=rows.device)
+    def confirm(self, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Counts tokens[i, : count[i]] of rows [S], tokens [S, k + 1], count [S]."""
+        if self.tables is not None:
+            ops.confirm_tokens(self.tables, self.first, rows, tokens, count)
 
-    def _count(self, row: int, tokens: IntArray) -> None:
-        assert self._tables is not None
-        local = self._local(tokens)
-        self._tables.output_count[row].index_add_(0, local, torch.ones_like(local))
+    def _fill(self, row: int, shaping: Shaping) -> None:
+        self.prepare()
+        tables = self.tables
+        assert tables is not None
+        flags = ops.SHAPED
+        tables.in_prompt[row] = self._bits(shaping.prompt)
+        tables.counts[row] = self._to_device(
+            np.bincount(self._local(shaping.output), minlength=self.width).astype(np.int32)
+        )
+        bias = np.zeros(self.width, dtype=np.float32)
+        for token, value in shaping.logit_bias:
+            if self.first <= token < self.first + self.width:
+                bias[token - self.first] += value
+        tables.bias[row] = self._to_device(bias)
+        if shaping.allowed_token_ids is not None:
+            flags |= ops.LISTED
+            tables.allowed[row] = self._bits(np.asarray(shaping.allowed_token_ids, dtype=np.int32))
+        penalties = (
+            shaping.presence_penalty,
+            shaping.frequency_penalty,
+            shaping.repetition_penalty,
+        )
+        tables.penalties[row] = self._to_device(np.array(penalties, dtype=np.float64))
+        if shaping.bad_word_ids:
+            flags |= ops.WORDS
+            words = np.full((ops.MOST_WORDS, ops.LONGEST_WORD), -1, dtype=np.int32)
+            for line, word in zip(words, shaping.bad_word_ids, strict=False):
+                line[len(line) - len(word) :] = word
+            tables.words[row] = self._to_device(words)
+            history = np.concatenate([shaping.prompt, shaping.output])[-ops.LONGEST_WORD :]
+            recent = np.full(ops.LONGEST_WORD, ops.NO_TOKEN, dtype=np.int32)
+            recent[ops.LONGEST_WORD - len(history) :] = history
+            tables.recent[row] = self._to_device(recent)
+        tables.flags[row] = flags
 
-    def _local(self, tokens: IntArray) -> Tensor:
+    def _bits(self, tokens: IntArray) -> Tensor:
+        """The shard's columns of the tokens, a bit each, int32 words."""
+        chosen = np.zeros(-(-self.width // 32) * 32, dtype=np.uint8)
+        chosen[self._local(tokens)] = 1
+        return self._to_device(np.packbits(chosen, bitorder="little").view(np.int32))
+
+    def _local(self, tokens: IntArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Columns of the tokens that this shard has."""
-        columns = torch.from_numpy(tokens.astype(np.int64)).to(self.device) - self.first
+        columns = tokens.astype(np.int64) - self.first
         return columns[(columns >= 0) & (columns < self.width)]
 
-
-@dataclass
-class _Tables:
-    in_prompt: Tensor  # [rows, width] bool
-    output_count: Tensor  # [rows, width] int64
-    bias: Tensor  # [rows, width] fp32
-    allowed: Tensor  # [rows, width] bool
-    penalties: Tensor  # [rows, 3] fp64: presence, frequency, repetition
-
-    @classmethod
-    def make(cls, rows: int, width: int, device: torch.device) -> _Tables:
-        return cls(
-            torch.zeros(rows, width, dtype=torch.bool, device=device),
-            torch.zeros(rows, width, dtype=torch.int64, device=device),
-            torch.zeros(rows, width, dtype=torch.float32, device=device),
-            torch.ones(rows, width, dtype=torch.bool, device=device),
-            torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64, device=device).repeat(rows, 1),
-        )
-
-
-def _mask_ids(logits: Tensor, columns: Tensor) -> Tensor:
-    """-inf at `columns` [M, n] of each row; columns outside the shard are ignored."""
-    inside = (columns >= 0) & (columns < logits.shape[1])
-    mask = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
-    mask.scatter_add_(1, torch.where(inside, columns, 0), inside.to(torch.int64))
-    return logits.masked_fill(mask > 0, -torch.inf)
+    def _to_device(self, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)

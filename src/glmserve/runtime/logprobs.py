@@ -25,10 +25,12 @@ class LogprobReporter:
     def __init__(self, decoder: Decoder, sampler: Sampler, state: RowState) -> None:
         self.decoder, self.sampler, self.state = decoder, sampler, state
 
-    def asked(self, places: Places) -> bool:
-        """Whether any drawing row of the step reports log-probabilities."""
-        kept = self.state.logprobs
-        return bool(kept) and any(row in kept for row in (*places.decode, *places.finals))
+    def asked(self, plan: StepPlan, places: Places) -> bool:
+        """Whether any row of the step reports log-probabilities."""
+        kept, prompts = self.state.logprobs, self.state.prompt_logprobs
+        return (bool(kept) and any(row in kept for row in places.rows)) or (
+            bool(prompts) and any(chunk.row in prompts for chunk in plan.prefill)
+        )
 
     def of_draws(self, places: Places, logits: Tensor, draws: Tensor) -> Report | None:
         """Of the drawn tokens [M], from the model's own logits [M, V/N]."""
@@ -46,7 +48,7 @@ class LogprobReporter:
         """Of the known next tokens of prompts that ask, from the step's hidden rows [R, D]."""
         rows: list[int] = []
         index: list[int] = []
-        at = places.bucket * places.width
+        at = len(places.decode) * places.width
         for chunk in plan.prefill:
             if chunk.row in self.state.prompt_logprobs:
                 known = chunk.length - chunk.final

@@ -1,39 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs a plan into rows of one forward pass of a known shape.
 
-First come `drafts + 1` places for each of B decoding sequences (B is the plan's count rounded up
-to a bucket; the device fills the places from the row state), then the rows of the prefill chunks.
-Rows of one sequence are adjacent and ascending in position. Which rows have ended meanwhile, and
-which drafts are accepted, only the device knows: nothing here depends on it.
+First come `drafts + 1` places for each decoding sequence, which the device fills from the row
+state, then the rows of the prefill chunks, then padding up to a shape that a graph was captured
+for. Rows of one sequence are adjacent and ascending in position. Which rows have ended meanwhile,
+and which drafts are accepted, only the device knows: nothing here depends on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from glmserve.config import PAGE_SIZE
-from glmserve.kernels.row_state import place_rows
+from glmserve.kernels.row_state import columns, place_rows
 from glmserve.kernels.take_rows import take_rows
 from glmserve.messages import PrefillChunk, StepPlan
 from glmserve.model.batch import StepBatch
 from glmserve.runtime.row_state import RowState
-from glmserve.runtime.uploads import upload
+from glmserve.runtime.uploads import Upload, upload
 
 _LAST_DOUBLING = 128
 _BUCKET_STEP = 64
 
 
 def bucket_of(rows: int) -> int:
-    """Decoding sequences that a step computes for `rows` of them: 0, 1, 2, 4 .. 128, 192, 256 .."""
+    """Decoding sequences that a step computes for `rows` of them: 1, 2, 4 .. 128, 192, 256 .."""
     if rows > _LAST_DOUBLING:
         return -(-rows // _BUCKET_STEP) * _BUCKET_STEP
-    return 1 << (rows - 1).bit_length() if rows else 0
+    return 1 << (rows - 1).bit_length()
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -42,141 +42,155 @@ def buckets(max_rows: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What a step is padded to. `mixed`: it has room for prefill rows, and every row is drawn
+    from; else all its rows are places of decoding sequences."""
+
+    rows: int
+    sequences: int
+    mixed: bool
+
+
+@dataclass(frozen=True)
+class Places:
+    """The host's view of a step: whose the drawing rows are."""
+
+    decode: tuple[int, ...]  # device rows in the plan's order
+    finals: tuple[int, ...]  # device rows whose prompts end
+    first: tuple[int, ...]  # each one's first drawing row, decoding ones first
+    width: int  # k + 1
+    prefill_rows: int
+    shape: Shape | None  # None: as large as it is
+
+    @classmethod
+    def of(cls, plan: StepPlan, drafts: int, shape: Shape | None) -> Places:
+        width = drafts + 1
+        first = [i * width for i in range(len(plan.decode))]
+        at = len(plan.decode) * width
+        finals: list[int] = []
+        for chunk in plan.prefill:
+            at += chunk.length
+            if chunk.final:
+                # Where every row is drawn from, the row itself; else they follow the decoding ones.
+                first.append(at - 1 if shape else len(plan.decode) * width + len(finals))
+                finals.append(chunk.row)
+        prefill_rows = sum(chunk.length for chunk in plan.prefill)
+        return cls(plan.decode, tuple(finals), tuple(first), width, prefill_rows, shape)
+
+    @property
+    def total(self) -> int:
+        """Rows of the step."""
+        return self.shape.rows if self.shape else len(self.decode) * self.width + self.prefill_rows
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Device rows that draw."""
+        return (*self.decode, *self.finals)
+
+    def by_row(self) -> dict[int, tuple[int, int]]:
+        """Device row -> (its first drawing row, how many)."""
+        widths = [self.width] * len(self.decode) + [1] * len(self.finals)
+        return dict(zip(self.rows, zip(self.first, widths, strict=True), strict=True))
+
+
+@dataclass(frozen=True)
 class Layout:
     """A step's rows on the device. Two layouts of the same shape run the same kernels."""
 
     batch: StepBatch
-    ahead: Tensor  # [B (k + 1), k] drafts of the step ahead of each decoding place, padded with -1
     following: Tensor  # [R] the token after each row's; draws are filled in
-    rows: Tensor  # [S] device rows that draw: B decoding ones, then those whose prompts end here
-    decoding: int  # B
-    prompt_ends: Tensor  # [F] lengths of the prompts that end
-    final_index: Tensor  # [F] their last rows' numbers
+    next_positions: Tensor  # [R] positions + 1
+    ahead: Tensor  # [M, k] drafts of the step ahead of each drawing row, padded with -1
+    sequences: Tensor  # [S, columns.SEQUENCE_WIDTH] what draws
     drawing: Tensor | None  # [M] numbers of the rows that are drawn from; None = all of them
+    source: Upload  # what all of these are views of
 
     @property
-    def sequences(self) -> int:
-        return len(self.rows)
+    def rows(self) -> Tensor:
+        """[S] device rows (strided)."""
+        return self.sequences[:, columns.ROW]
 
     def drawn(self, x: Tensor) -> Tensor:
         """The lines of x [R, ...] that belong to drawing rows: [M, ...]."""
         return x if self.drawing is None else take_rows(x, self.drawing)
 
-    def drawn_ahead(self) -> Tensor:
-        """[M, k] as `ahead`, for all drawing rows."""
-        finals = len(self.final_index)
-        if not finals:
-            return self.ahead
-        return torch.cat([self.ahead, self.ahead.new_full((finals, self.ahead.shape[1]), -1)])
-
     def place(self, state: RowState) -> None:
         """Fills the decoding places from the row state."""
+        batch = self.batch
         place_rows(
             state.table,
-            self.rows[: self.decoding],
-            state.drafts,
-            self.batch.tokens,
-            self.batch.positions,
-            self.batch.row_seq,
+            self.sequences,
+            batch.tokens,
+            batch.positions,
+            batch.row_seq,
+            self.next_positions,
             self.ahead,
         )
 
 
-@dataclass(frozen=True)
-class Places:
-    """The host's view of the same step: whose the drawing rows are."""
-
-    decode: tuple[int, ...]  # device rows in the plan's order; padding follows
-    finals: tuple[int, ...]
-    bucket: int
-    width: int  # k + 1
-    prefill_rows: int
-
-    @classmethod
-    def of(cls, plan: StepPlan, drafts: int) -> Places:
-        return cls(
-            plan.decode,
-            tuple(chunk.row for chunk in plan.prefill if chunk.final),
-            bucket_of(len(plan.decode)),
-            drafts + 1,
-            sum(chunk.length for chunk in plan.prefill),
-        )
-
-    def by_row(self) -> dict[int, tuple[int, int]]:
-        """Device row -> (its first drawing row, how many)."""
-        found = {row: (i * self.width, self.width) for i, row in enumerate(self.decode)}
-        first = self.bucket * self.width
-        return found | {row: (first + i, 1) for i, row in enumerate(self.finals)}
-
-
-def decode_layout(rows: Tensor, state: RowState) -> Layout:
-    """The layout of a step that only decodes `rows` [B]; its contents follow from `place`."""
-    places = len(rows) * (state.drafts + 1)
-
-    def column(count: int = places) -> Tensor:
-        return torch.empty(count, dtype=torch.int64, device=rows.device)
-
-    return Layout(
-        StepBatch(
-            column(),
-            column(),
-            column(),
-            state.page_table,
-            PAGE_SIZE,
-            rows_per_sequence=state.drafts + 1,
-        ),
-        torch.empty(places, state.drafts, dtype=torch.int64, device=rows.device),
-        column(),
-        rows,
-        len(rows),
-        column(0),
-        column(0),
-        None,
-    )
-
-
-def padded_rows(
-    decode: Sequence[int], bucket: int, padding: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    rows = np.full(bucket, padding, dtype=np.int64)
-    rows[: len(decode)] = decode
-    return rows
-
-
 def pack(plan: StepPlan, places: Places, state: RowState, max_context: int | None) -> Layout:
-    """The layout of a plan with prefill chunks; `max_context` bounds what its rows see."""
-    head = places.bucket * places.width
-    total = head + places.prefill_rows
-    tokens, positions, row_seq, following = np.zeros((4, total), dtype=np.int64)
-    at, ends, final_index = head, [], []
+    """The layout of a plan; `max_context` bounds what its rows see (None: see StepBatch)."""
+    source = Upload(step_arrays(plan, places, state), state.device)
+    rows, sequences, ahead, *drawing = source.tensors
+    shape = places.shape
+    tokens, positions, row_seq, following, next_positions = rows[:, : places.total].unbind(0)
+    batch = StepBatch(
+        tokens,
+        positions,
+        row_seq,
+        state.page_table,
+        PAGE_SIZE,
+        max_context=max_context,
+        rows_per_sequence=places.width if shape and not shape.mixed else None,
+    )
+    drawn = drawing[0] if drawing else None
+    return Layout(batch, following, next_positions, ahead, sequences, drawn, source)
+
+
+def step_arrays(plan: StepPlan, places: Places, state: RowState) -> list[npt.NDArray[Any]]:
+    """What a step brings: rows [5, R] (tokens, positions, row_seq, following, next positions; one
+    more where R is odd, so that each begins at a multiple of 16 bytes), sequences [S, ..], ahead
+    [M, k], and without a shape the drawing rows [M]."""
+    head, shape = len(places.decode) * places.width, places.shape
+    rows = np.zeros((5, places.total + places.total % 2), dtype=np.int64)
+    rows[2] = state.padding
+    rows[4] = 1
+    at, ends = head, []
     for chunk in plan.prefill:
         to = at + chunk.length
-        tokens[at:to] = chunk.tokens[: chunk.length]
-        positions[at:to] = np.arange(chunk.start, chunk.start + chunk.length)
-        row_seq[at:to] = chunk.row
+        rows[0, at:to] = chunk.tokens[: chunk.length]
+        rows[1, at:to] = np.arange(chunk.start, chunk.start + chunk.length)
+        rows[2, at:to] = chunk.row
         after = chunk.tokens[1 : chunk.length + 1]  # the token after a prompt's last one is drawn
-        following[at : at + len(after)] = after
+        rows[3, at : at + len(after)] = after
+        rows[4, at:to] = rows[1, at:to] + 1
         if chunk.final:
-            ends.append(chunk.start + chunk.length)
-            final_index.append(to - 1)
+            ends.append((to - 1, chunk.start + chunk.length))
         at = to
-    rows = padded_rows(places.decode, places.bucket, state.padding)
-    sent = upload(
-        [
-            tokens,
-            positions,
-            row_seq,
-            following,
-            np.concatenate([rows, np.array(places.finals, dtype=np.int64)]),
-            np.array(ends, dtype=np.int64),
-            np.array(final_index, dtype=np.int64),
-            np.concatenate([np.arange(head), np.array(final_index, dtype=np.int64)]),
-        ],
-        state.device,
-    )
-    batch = StepBatch(*sent[:3], state.page_table, PAGE_SIZE, max_context=max_context)
-    ahead = torch.empty(head, state.drafts, dtype=torch.int64, device=state.device)
-    return Layout(batch, ahead, sent[3], sent[4], places.bucket, sent[5], sent[6], sent[7])
+    sequences = _sequences(places, ends, state.padding)
+    if shape:
+        return [rows, sequences, np.full((places.total, state.drafts), -1, dtype=np.int64)]
+    drawing = np.array([*range(head), *(row for row, _ in ends)], dtype=np.int64)
+    ahead = np.full((len(drawing), state.drafts), -1, dtype=np.int64)
+    return [rows, sequences, ahead, drawing]
+
+
+def _sequences(places: Places, ends: list[tuple[int, int]], padding: int) -> npt.NDArray[np.int64]:
+    """ends: (row number, prompt length) of each prompt that ends."""
+    shape, count = places.shape, len(places.first)
+    lines = np.zeros((shape.sequences if shape else count, columns.SEQUENCE_WIDTH), dtype=np.int64)
+    lines[:, columns.ROW] = padding
+    lines[:, columns.FIRST_ROW] = -1
+    lines[:, columns.PROMPT_END] = -1
+    if shape and not shape.mixed:  # padding has places too: a decode step has no other rows
+        starts = np.arange(shape.sequences) * places.width
+        lines[:, columns.FIRST_ROW] = lines[:, columns.FIRST_DRAW] = starts
+    lines[:count, columns.ROW] = places.rows
+    lines[:count, columns.FIRST_ROW] = lines[:count, columns.FIRST_DRAW] = places.first
+    decoding = len(places.decode)
+    for line, (row, length) in zip(lines[decoding:], ends, strict=False):
+        line[columns.FIRST_ROW], line[columns.PROMPT_END] = row, length
+    return lines
 
 
 def resumed_batch(

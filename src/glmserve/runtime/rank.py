@@ -21,17 +21,20 @@ from glmserve.ipc.errors import Aborted
 from glmserve.ipc.ring import BroadcastRing
 from glmserve.kernels.dispatch import allow_reference
 from glmserve.messages import Progress, RanksReady, StepMasks, decode, encode
-from glmserve.model.caches import Caches
+from glmserve.model.caches import Caches, choose_format
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
 from glmserve.model_config import ModelConfig
 from glmserve.parallel import make_group
 from glmserve.parallel.group import Group
 from glmserve.parallel.rank_spec import RankSpec
+from glmserve.parallel.torch_group import TorchGroup
 from glmserve.runtime.capture import Capture
+from glmserve.runtime.result_sender import ResultSender
 from glmserve.runtime.sampler import Sampler
-from glmserve.runtime.step import StepRunner
+from glmserve.runtime.step import StepRunner, most_rows
 
+_PEER_ROWS = 2048  # rows of a boundary over peers' memory; larger ones go through NCCL
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -63,7 +66,8 @@ def build(
     )
     decoder = Decoder(model, weights, group, latent_norm_eps=config.latent_norm_eps)
     mtp = Mtp(model, weights, group, latent_norm_eps=config.latent_norm_eps) if with_mtp else None
-    caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device)
+    form = choose_format(config.kv_dtype, model, PAGE_SIZE, dtype, device)
+    caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device, form)
     sampler = Sampler(
         group,
         model.vocab_size // group.size,
@@ -75,7 +79,10 @@ def build(
     def fetch_masks() -> StepMasks:
         return cast(StepMasks, decode(plans.recv()))
 
+    if isinstance(group, TorchGroup) and device.type == "cuda":
+        group.share_memory(min(_PEER_ROWS, most_rows(config)), model.hidden_size)
     runner = StepRunner(config, decoder, mtp, caches, sampler, device, fetch_masks, capture)
+    runner.prepare(progress)
     counts = group.all_gather(torch.tensor([weights.parameter_bytes, wanted], device=device))
     everyone = counts.tolist()
     return runner, RanksReady(tuple(c[0] for c in everyone), tuple(c[1] for c in everyone))
@@ -88,13 +95,16 @@ def main() -> int:
     plans, results = spec.open_plans(), spec.open_results()
     try:
         group = make_group(spec)
-        runner, ready = build(EngineConfig.from_json(spec.engine), group, plans, results)
+        config = EngineConfig.from_json(spec.engine)
+        runner, ready = build(config, group, plans, results)
+        sender = None
         if results is not None:
             results.send(encode(ready))
+            sender = ResultSender(results, threaded=config.device == "cuda")
         while True:
             pending = runner.run(decode(plans.recv()))
-            if results is not None:
-                results.send(encode(pending.wait()))
+            if sender is not None:
+                sender.put(pending)
     except Aborted:
         return 1  # another rank died, or the engine is closing; the launcher knows
     except GlmServeError as error:  # says what is wrong by itself; anything else shows where

@@ -17,6 +17,7 @@ from torch import Tensor
 from glmserve.kernels.row_state import columns
 from glmserve.messages import EXHAUSTED, GOES_ON, STOPPED, RowReport, StepResult, TokenLogprobs
 from glmserve.runtime.packing import Places
+from glmserve.runtime.reach import Reach
 
 
 def to_host(x: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ class Pending:
     places: Places
     results: Tensor | None  # [S, columns.result_width(k)] int32 on the host; None: nothing drawn
     with_drafts: Container[int]  # rows whose new drafts are reported
+    reach: Reach
     logprobs: Report | None = None
     prompt_logprobs: Report | None = None
     expert_totals: Tensor | None = None  # int64 on the host; None in most steps
@@ -87,12 +89,13 @@ class Pending:
                 rows_computed=places.prefill_rows,
                 expert_totals=totals,
             )
-        lines = self.results.numpy()
-        lines = np.concatenate([lines[:decoding], lines[places.bucket :]])  # without padding
+        lines = self.results.numpy()[: len(places.rows)]  # without padding
         counts = lines[:, columns.COUNT]
+        for row, count in zip(places.decode, counts.tolist(), strict=False):
+            self.reach.confirm(row, places.width - count)
         rows_computed = places.width * np.count_nonzero(counts[:decoding]) + places.prefill_rows
         drew = counts > 0  # the others had ended
-        rows = np.array([*places.decode, *places.finals], dtype=np.int32)[drew]
+        rows = np.array(places.rows, dtype=np.int32)[drew]
         lines, counts = lines[drew], counts[drew]
         start, end = columns.TOKENS, columns.TOKENS + places.width
         confirmed = np.arange(places.width) < counts[:, None]

@@ -109,10 +109,5 @@ class RowState:
     def sampling(self, rows: Tensor, positions: Tensor) -> SamplingRows:
         """Settings for drawing the tokens at `positions` [R] of `rows` [R]."""
         return SamplingRows(
-            self.temperature[rows].to(torch.float32),
-            self.top_p[rows],
-            self.top_k[rows],
-            self.min_p[rows].to(torch.float32),
-            self.seeds[rows],
-            positions,
+            self.temperature, self.top_p, self.top_k, self.min_p, self.seeds, rows, positions
         )

@@ -19,24 +19,38 @@ _DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
 }
 
+Arrays = Sequence[npt.NDArray[Any]]
 
-def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays (int64, int32, float64) as tensors on `device`.
 
-    Asynchronous on CUDA: torch keeps the pinned buffer until the copy is done.
+class Upload:
+    """Device tensors with the values of host arrays (int64, int32, float64).
+
+    Asynchronous on CUDA: torch keeps a pinned buffer until its copy is done.
     """
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    starts, total = [], 0
-    for array in arrays:
-        starts.append(total)
-        total += -(-array.nbytes // _ALIGN) * _ALIGN
-    buffer = torch.empty(max(total, 1), dtype=torch.uint8, pin_memory=True)
-    raw = buffer.numpy()
-    for array, start in zip(arrays, starts, strict=True):
-        raw[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-    there = buffer.to(device, non_blocking=True)
-    return [
-        there[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
-    ]
+
+    def __init__(self, arrays: Arrays, device: torch.device) -> None:
+        self._starts = [0]
+        for array in arrays:
+            self._starts.append(self._starts[-1] + -(-array.nbytes // _ALIGN) * _ALIGN)
+        self._there = torch.empty(max(self._starts[-1], 1), dtype=torch.uint8, device=device)
+        self.tensors: list[Tensor] = [
+            self._there[start : start + array.nbytes]
+            .view(_DTYPES[array.dtype.name])
+            .view(array.shape)
+            for array, start in zip(arrays, self._starts, strict=False)
+        ]
+        self.refill(arrays)
+
+    def refill(self, arrays: Arrays) -> None:
+        """Other values, of the same shapes, for the same tensors."""
+        pinned = self._there.is_cuda
+        buffer = torch.empty(len(self._there), dtype=torch.uint8, pin_memory=pinned)
+        raw = buffer.numpy()
+        for array, start in zip(arrays, self._starts, strict=False):
+            raw[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+        self._there.copy_(buffer, non_blocking=True)
+
+
+def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on `device`."""
+    return Upload(arrays, device).tensors

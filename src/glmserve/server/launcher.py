@@ -193,10 +193,10 @@ def serve(options: ServeOptions) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     checkpoint = options.settings.get(env.CHECKPOINT.name) or env.CHECKPOINT.get()
-    directory = Path(checkpoint).absolute() if checkpoint else _default_checkpoint()
+    device = options.settings.get(env.DEVICE.name) or env.DEVICE.get()
+    on_gpu = device == "cuda" or (not device and cuda_devices() > 0)
+    directory = Path(checkpoint).absolute() if checkpoint else _default_checkpoint(on_gpu)
     settings = {**options.settings, env.CHECKPOINT.name: str(directory)}
-    if not checkpoint and not env.DEVICE.is_set():
-        settings.setdefault(env.DEVICE.name, "cpu")  # no kernel serves the tiny checkpoint's sizes
     options = ServeOptions(**{**vars(options), "settings": settings})
     with EmbeddedServer(options) as server:
         try:
@@ -234,17 +234,19 @@ def _arguments(options: ServeOptions, ports: Ports, shm_prefix: str) -> list[str
     ]
 
 
-def _default_checkpoint() -> Path:
-    """`checkpoints/tiny` of the project; made on first use, in a process that may import torch."""
-    directory = _PROJECT / "checkpoints" / "tiny"
+def _default_checkpoint(on_gpu: bool) -> Path:
+    """`checkpoints/tiny` of the project, or on a GPU `checkpoints/block`, whose sizes the kernels
+    serve; made on first use, in a process that may import torch."""
+    preset = "block" if on_gpu else "tiny"
+    directory = _PROJECT / "checkpoints" / preset
     if (directory / "config.json").is_file():
         return directory
     _say(f"making a small random checkpoint in {directory}")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=".tiny-", dir=directory.parent))
+    building = Path(tempfile.mkdtemp(prefix=f".{preset}-", dir=directory.parent))
     command = [sys.executable, "-m", "glmserve.cli", "make-checkpoint", str(building)]
     try:
-        subprocess.run([*command, "--preset", "tiny"], env=env.child_environment(), check=True)
+        subprocess.run([*command, "--preset", preset], env=env.child_environment(), check=True)
         building.chmod(0o755)
         try:
             building.rename(directory)

@@ -2,9 +2,9 @@
 """What a step does to the rows' state, all of it on the device (DESIGN §3.1, §3.2).
 
 `table` [lines, columns.width(k)] int64 has a line a device row and one more, the last, which is
-the padding row's: places of padding, and of rows that have ended, compute as that sequence. A
-decode step has B sequences of k + 1 places each; in a mixed step the last places of finished
-prompts are drawn from too, one a sequence.
+the padding row's: places of padding, and of rows that have ended, compute as that sequence.
+`sequences` [S, columns.SEQUENCE_WIDTH] int64 says which sequences a step draws for and where their
+rows are: k + 1 places of a decoding one, the last row of a prompt that ends.
 """
 
 from __future__ import annotations
@@ -31,58 +31,51 @@ def put_rows(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
 
 def place_rows(
     table: torch.Tensor,
-    rows: torch.Tensor,
-    drafts: int,
+    sequences: torch.Tensor,
     tokens: torch.Tensor,
     positions: torch.Tensor,
     row_seq: torch.Tensor,
+    next_positions: torch.Tensor,
     ahead: torch.Tensor,
 ) -> None:
-    """Writes the places of B decoding sequences to the front of a step's rows.
+    """Writes the places of the decoding sequences among a step's rows.
 
-    rows [B] int64 device rows -> place b * (k + 1) + j: tokens int64 (the last token, then the
-    drafts), positions int64, row_seq int64 (the padding row where the row is not active), ahead
-    [.., k] int64 (drafts of the step before the place, padded with -1).
+    Of [R] int64 each: tokens (the last token, then the drafts), positions, row_seq (the padding row
+    where the row is not active), next_positions (positions + 1); and ahead [M, k] int64 (drafts of
+    the step before the place, padded with -1).
     """
-    assert ahead.shape[1] == drafts, (ahead.shape, drafts)
+    assert sequences.shape[1] == columns.SEQUENCE_WIDTH, sequences.shape
+    operands = (table, sequences, tokens, positions, row_seq, next_positions, ahead)
     if table.is_cuda and use_kernel("place_rows", "cuda", {}):
         from . import kernel
 
-        return kernel.place_rows(table, rows, drafts, tokens, positions, row_seq, ahead)
-    return reference.place_rows(table, rows, drafts, tokens, positions, row_seq, ahead)
+        return kernel.place_rows(*operands)
+    return reference.place_rows(*operands)
 
 
 def verify_rows(
     table: torch.Tensor,
-    rows: torch.Tensor,
+    sequences: torch.Tensor,
     draws: torch.Tensor,
     drafts: int,
-    prompt_ends: torch.Tensor,
-    final_index: torch.Tensor,
     following: torch.Tensor,
     last: torch.Tensor,
     results: torch.Tensor,
 ) -> None:
-    """Verifies the drafts of B sequences against their draws, and moves all S sequences on.
+    """Verifies the drafts of the sequences against their draws, and moves the sequences on.
 
     A draft is accepted while the draw at its place equals it (DESIGN §3.2); the first draw that
     differs, or the one after the last draft, is the next token. Tokens are cut after a stop id and
     at the row's REMAINING. A prompt's one draw is its first token.
 
-    rows         [S] int64 device rows: B decoding ones, then F whose prompts end in this step
-    draws        [B (k + 1) + F] int64
-    prompt_ends  [F] int64 lengths of those prompts; final_index [F] int64 their last rows' numbers
-                 among the step's rows
-    following    [.. step rows] int64: gets the draws (the token after each row)
-    last         [S] int64: gets the number of each sequence's last confirmed row
-    results      [S, columns.result_width(k)] int32: gets COUNT (0 = the row had ended), FLAGS and
-                 TOKENS (all draws)
+    draws      [M] int64
+    following  [R] int64: gets the draws (the token after each row)
+    last       [S] int64: gets the number of each sequence's last confirmed row
+    results    [S, columns.result_width(k)] int32: gets COUNT (0 = the row had ended), FLAGS and
+               TOKENS (all draws)
     """
-    finals = len(final_index)
-    assert prompt_ends.shape == final_index.shape, (prompt_ends.shape, final_index.shape)
-    assert len(draws) == (len(rows) - finals) * (drafts + 1) + finals, (draws.shape, rows.shape)
-    assert results.shape == (len(rows), columns.result_width(drafts)), results.shape
-    operands = (table, rows, draws, drafts, prompt_ends, final_index, following, last, results)
+    assert results.shape == (len(sequences), columns.result_width(drafts)), results.shape
+    operands = (table, sequences, draws, drafts, following, last, results)
     if table.is_cuda and use_kernel("verify_rows", "cuda", {}):
         from . import kernel
 
@@ -92,7 +85,7 @@ def verify_rows(
 
 def store_drafts(
     table: torch.Tensor,
-    rows: torch.Tensor,
+    sequences: torch.Tensor,
     tokens: torch.Tensor,
     number: int,
     drafts: int,
@@ -100,11 +93,12 @@ def store_drafts(
 ) -> None:
     """Keeps draft `number` of each sequence, tokens [S] int64, in its line and in the results."""
     assert 0 <= number < drafts, (number, drafts)
+    operands = (table, sequences, tokens, number, drafts, results)
     if table.is_cuda and use_kernel("store_drafts", "cuda", {}):
         from . import kernel
 
-        return kernel.store_drafts(table, rows, tokens, number, drafts, results)
-    return reference.store_drafts(table, rows, tokens, number, drafts, results)
+        return kernel.store_drafts(*operands)
+    return reference.store_drafts(*operands)
 
 
 def keep_page_ends(

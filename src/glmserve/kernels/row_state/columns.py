@@ -20,6 +20,13 @@ def width(drafts: int) -> int:
     return -(-(DRAFTS + drafts) // 8) * 8
 
 
+# Columns of a step's sequences, int64 [S, SEQUENCE_WIDTH].
+ROW = 0  # the device row
+FIRST_ROW = 1  # number of its first drawing row among the step's rows; -1 = nothing to do
+FIRST_DRAW = 2  # and among the drawn ones
+PROMPT_END = 3  # length of the prompt that ends in this step; -1 = the sequence decodes
+SEQUENCE_WIDTH = 4
+
 # Columns of a step's results, int32 [sequences, result_width]: how many tokens are confirmed, why
 # the row ends, k + 1 drawn tokens, k new drafts.
 COUNT = 0

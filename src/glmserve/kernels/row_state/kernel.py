@@ -24,6 +24,11 @@ _FLAGS = tl.constexpr(c.FLAGS)
 _TOKENS = tl.constexpr(c.TOKENS)
 _STOPPED = tl.constexpr(c.STOPPED)
 _EXHAUSTED = tl.constexpr(c.EXHAUSTED)
+_ROW = tl.constexpr(c.ROW)
+_FIRST_ROW = tl.constexpr(c.FIRST_ROW)
+_FIRST_DRAW = tl.constexpr(c.FIRST_DRAW)
+_PROMPT_END = tl.constexpr(c.PROMPT_END)
+_SEQUENCE = tl.constexpr(c.SEQUENCE_WIDTH)
 _BLOCK = 1024
 
 
@@ -37,53 +42,59 @@ def scatter(x, index, rows, words, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "padding"])
 def place(
-    table, rows, tokens, positions, row_seq, ahead, width, padding,
+    table, sequences, tokens, positions, row_seq, next_positions, ahead, width, padding,
     K: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + b)
+    sequence = sequences + tl.program_id(0) * _SEQUENCE
+    first = tl.load(sequence + _FIRST_ROW)
+    row = tl.load(sequence + _ROW)
     line = table + row * width
     live = tl.load(line + _ACTIVE) == 1
+    decodes = (tl.load(sequence + _PROMPT_END) < 0) & (first >= 0)
     j = tl.arange(0, J)
-    there = j < K + 1
-    at = b * (K + 1) + j
+    there = decodes & (j < K + 1)
+    at = first + j
     guess = tl.load(line + _DRAFTS + j - 1, mask=(j > 0) & there & live, other=0)
-    first = tl.load(line + _LAST_TOKEN)
-    start = tl.load(line + _LENGTH) - 1
-    tl.store(tokens + at, tl.where(live, tl.where(j == 0, first, guess), 0), mask=there)
-    tl.store(positions + at, tl.where(live, start, 0) + j, mask=there)
+    known = tl.where(j == 0, tl.load(line + _LAST_TOKEN), guess)
+    position = tl.where(live, tl.load(line + _LENGTH) - 1, 0) + j
+    tl.store(tokens + at, tl.where(live, known, 0), mask=there)
+    tl.store(positions + at, position, mask=there)
+    tl.store(next_positions + at, position + 1, mask=there)
     tl.store(row_seq + at, tl.where(live, row, padding) + j * 0, mask=there)
     if K > 0:
+        draw = tl.load(sequence + _FIRST_DRAW) + j
         i = tl.arange(0, J)
         draft = tl.load(line + _DRAFTS + i, mask=(i < K) & live, other=-1)
         seen = tl.where(i[None, :] < j[:, None], draft[None, :], -1)
-        tl.store(ahead + at[:, None] * K + i[None, :], seen, mask=there[:, None] & (i < K)[None, :])
+        places = ahead + draw[:, None] * K + i[None, :]
+        tl.store(places, seen, mask=there[:, None] & (i < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["width", "decoding"])
+@triton.jit(do_not_specialize=["width", "padding"])
 def verify(
-    table, rows, draws, prompt_ends, final_index, following, last, results, width, decoding,
+    table, sequences, draws, following, last, results, width, padding,
     K: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
-    decodes = s < decoding
-    final = tl.maximum(s - decoding, 0)
-    line = table + tl.load(rows + s) * width
+    sequence = sequences + s * _SEQUENCE
+    row = tl.load(sequence + _ROW)
+    first = tl.load(sequence + _FIRST_ROW)
+    prompt_end = tl.load(sequence + _PROMPT_END)
+    final = prompt_end >= 0
+    line = table + row * width
     j = tl.arange(0, J)
-    there = tl.where(decodes, j < K + 1, j < 1)
-    first = tl.where(decodes, s * (K + 1), decoding * (K + 1) + final)
-    x = tl.load(draws + first + j, mask=there, other=-1)
-    number = tl.load(final_index + final, mask=s >= decoding, other=0)
-    tl.store(following + tl.where(decodes, first, number) + j, x, mask=there)
-    draft = tl.load(line + _DRAFTS + j, mask=decodes & (j < K), other=-2)
+    there = (first >= 0) & tl.where(final, j < 1, j < K + 1)
+    x = tl.load(draws + tl.load(sequence + _FIRST_DRAW) + j, mask=there, other=-1)
+    tl.store(following + first + j, x, mask=there)
+    draft = tl.load(line + _DRAFTS + j, mask=(j < K) & (prompt_end < 0), other=-2)
     accepted = tl.min(tl.where((x == draft) & (j < K), J, j), 0)
     stops = tl.load(line + _STOPS + tl.arange(0, _MAX_STOPS))
     stop = tl.sum(((x[:, None] == stops[None, :]) & there[:, None]).to(tl.int32), 1) > 0
     before = tl.min(tl.where(stop, j, J), 0)
     remaining = tl.load(line + _REMAINING)
-    live = tl.where(decodes, tl.load(line + _ACTIVE), 1) == 1
-    length = tl.load(line + _LENGTH)
-    length = tl.where(decodes, length, tl.load(prompt_ends + final, mask=s >= decoding, other=0))
+    live = tl.where(final, 1, tl.load(line + _ACTIVE)) == 1
+    live = live & (first >= 0) & (row < padding)
+    length = tl.where(final, prompt_end, tl.load(line + _LENGTH))
     count = tl.minimum(tl.minimum(accepted, before) + 1, remaining.to(tl.int32))
     stopped = before < count
     exhausted = (count == remaining) & (before >= count)
@@ -95,7 +106,7 @@ def verify(
     going_on = (before >= count) & (count != remaining)
     tl.store(line + _ACTIVE, going_on.to(tl.int64), mask=live)
     end = tl.where(live, tl.maximum(count - 1, 0), 0)
-    tl.store(last + s, tl.where(decodes, first + end, number))
+    tl.store(last + s, tl.maximum(first, 0) + end)
     out = results + s * (_TOKENS + 2 * K + 1)
     tl.store(out + _COUNT, tl.where(live, count, 0))
     flags = stopped.to(tl.int32) * _STOPPED + exhausted.to(tl.int32) * _EXHAUSTED
@@ -103,14 +114,14 @@ def verify(
     tl.store(out + _TOKENS + j, x.to(tl.int32), mask=j < K + 1)
 
 
-@triton.jit(do_not_specialize=["sequences", "width", "column", "out_width", "out_column"])
+@triton.jit(do_not_specialize=["count", "width", "column", "out_width", "out_column"])
 def keep_drafts(
-    table, rows, tokens, results, sequences, width, column, out_width, out_column,
+    table, sequences, tokens, results, count, width, column, out_width, out_column,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = s < sequences
-    row = tl.load(rows + s, mask=there, other=0)
+    there = s < count
+    row = tl.load(sequences + s * _SEQUENCE + _ROW, mask=there, other=0)
     token = tl.load(tokens + s, mask=there, other=0)
     tl.store(table + row * width + column, token, mask=there)
     tl.store(results + s * out_width + out_column, token.to(tl.int32), mask=there)
@@ -156,53 +167,52 @@ def put_rows(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
 
 def place_rows(
     table: torch.Tensor,
-    rows: torch.Tensor,
-    drafts: int,
+    sequences: torch.Tensor,
     tokens: torch.Tensor,
     positions: torch.Tensor,
     row_seq: torch.Tensor,
+    next_positions: torch.Tensor,
     ahead: torch.Tensor,
 ) -> None:
     """As the operator."""
-    if len(rows):
-        place[(len(rows),)](
-            table, rows, tokens, positions, row_seq, ahead, table.shape[1], len(table) - 1,
+    drafts = ahead.shape[1]
+    if len(sequences):
+        place[(len(sequences),)](
+            table, sequences, tokens, positions, row_seq, next_positions, ahead,
+            table.shape[1], len(table) - 1,
             K=drafts, J=triton.next_power_of_2(drafts + 1), num_warps=1,
         )  # fmt: skip
 
 
 def verify_rows(
     table: torch.Tensor,
-    rows: torch.Tensor,
+    sequences: torch.Tensor,
     draws: torch.Tensor,
     drafts: int,
-    prompt_ends: torch.Tensor,
-    final_index: torch.Tensor,
     following: torch.Tensor,
     last: torch.Tensor,
     results: torch.Tensor,
 ) -> None:
     """As the operator."""
-    if len(rows):
-        verify[(len(rows),)](
-            table, rows, draws, prompt_ends, final_index, following, last, results,
-            table.shape[1], len(rows) - len(final_index),
+    if len(sequences):
+        verify[(len(sequences),)](
+            table, sequences, draws, following, last, results, table.shape[1], len(table) - 1,
             K=drafts, J=triton.next_power_of_2(drafts + 1), num_warps=1,
         )  # fmt: skip
 
 
 def store_drafts(
     table: torch.Tensor,
-    rows: torch.Tensor,
+    sequences: torch.Tensor,
     tokens: torch.Tensor,
     number: int,
     drafts: int,
     results: torch.Tensor,
 ) -> None:
     """As the operator."""
-    if len(rows):
-        keep_drafts[(triton.cdiv(len(rows), 128),)](
-            table, rows, tokens, results, len(rows), table.shape[1], c.DRAFTS + number,
+    if len(sequences):
+        keep_drafts[(triton.cdiv(len(sequences), 128),)](
+            table, sequences, tokens, results, len(sequences), table.shape[1], c.DRAFTS + number,
             results.shape[1], c.TOKENS + drafts + 1 + number, BLOCK=128, num_warps=4,
         )  # fmt: skip
 

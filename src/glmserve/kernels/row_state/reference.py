@@ -14,89 +14,82 @@ def put_rows(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
 
 def place_rows(
     table: torch.Tensor,
-    rows: torch.Tensor,
-    drafts: int,
+    sequences: torch.Tensor,
     tokens: torch.Tensor,
     positions: torch.Tensor,
     row_seq: torch.Tensor,
+    next_positions: torch.Tensor,
     ahead: torch.Tensor,
 ) -> None:
-    places = drafts + 1
-    count = len(rows) * places
+    drafts = ahead.shape[1]
+    decoding = sequences[(sequences[:, c.PROMPT_END] < 0) & (sequences[:, c.FIRST_ROW] >= 0)]
+    rows = decoding[:, c.ROW]
     lines = table[rows]
     live = lines[:, c.ACTIVE, None] == 1
-    j = torch.arange(places, device=rows.device)
+    j = torch.arange(drafts + 1, device=rows.device)
+    at = decoding[:, c.FIRST_ROW, None] + j
     guesses = lines[:, c.DRAFTS : c.DRAFTS + drafts]
     known = torch.cat([lines[:, c.LAST_TOKEN, None], guesses], dim=1)
-    tokens[:count] = torch.where(live, known, 0).flatten()
-    start = torch.where(live, lines[:, c.LENGTH, None] - 1, 0)
-    positions[:count] = (start + j).flatten()
+    tokens[at] = torch.where(live, known, 0)
+    positions[at] = torch.where(live, lines[:, c.LENGTH, None] - 1, 0) + j
+    next_positions[at] = positions[at] + 1
     padding = len(table) - 1
-    row_seq[:count] = torch.where(live, rows[:, None], padding).expand(-1, places).flatten()
+    row_seq[at] = torch.where(live, rows[:, None], padding).expand(-1, drafts + 1)
     before = j[None, :drafts] < j[:, None]  # [places, k]
-    ahead[:count] = torch.where(live[..., None] & before, guesses[:, None], -1).flatten(0, 1)
+    draw = decoding[:, c.FIRST_DRAW, None] + j
+    ahead[draw] = torch.where(live[..., None] & before, guesses[:, None], -1)
 
 
 def verify_rows(
     table: torch.Tensor,
-    rows: torch.Tensor,
+    sequences: torch.Tensor,
     draws: torch.Tensor,
     drafts: int,
-    prompt_ends: torch.Tensor,
-    final_index: torch.Tensor,
     following: torch.Tensor,
     last: torch.Tensor,
     results: torch.Tensor,
 ) -> None:
-    places, finals = drafts + 1, len(final_index)
-    sequences = len(rows)
-    decoding = sequences - finals
-    split = decoding * places
-    following[:split] = draws[:split]
-    following[final_index] = draws[split:]
+    rows, first, ends = (sequences[:, i] for i in (c.ROW, c.FIRST_ROW, c.PROMPT_END))
+    there, final = first >= 0, ends >= 0
     lines = table[rows]
-    drawn = draws.new_full((sequences, places), -1)  # -1 is no token: equal to no draft
-    drawn[:decoding] = draws[:split].view(decoding, places)
-    drawn[decoding:, 0] = draws[split:]
-    live = lines[:, c.ACTIVE] == 1
-    live[decoding:] = True
-    guesses = lines[:, c.DRAFTS : c.DRAFTS + drafts].clone()
-    guesses[decoding:] = -2
+    live = there & (final | (lines[:, c.ACTIVE] == 1)) & (rows < len(table) - 1)
+    j = torch.arange(drafts + 1, device=rows.device)
+    drawn_at = there[:, None] & (~final[:, None] | (j == 0))
+    index = sequences[:, c.FIRST_DRAW, None] + j
+    drawn = torch.where(drawn_at, draws[torch.where(drawn_at, index, 0)], -1)  # -1: no token
+    following[(first[:, None] + j)[drawn_at]] = drawn[drawn_at]
+    guesses = torch.where(final[:, None], -2, lines[:, c.DRAFTS : c.DRAFTS + drafts])
     accepted = (drawn[:, :-1] == guesses).to(torch.int64).cumprod(dim=1).sum(dim=1)
     stops = lines[:, c.STOPS : c.STOPS + c.MAX_STOPS]
-    is_stop = ((drawn[:, :, None] == stops[:, None, :]) & (drawn >= 0)[:, :, None]).any(dim=2)
+    is_stop = ((drawn[:, :, None] == stops[:, None, :]) & drawn_at[:, :, None]).any(dim=2)
     before_stop = (~is_stop).to(torch.int64).cumprod(dim=1).sum(dim=1)  # draws ahead of a stop
     remaining = lines[:, c.REMAINING]
     count = torch.minimum(torch.minimum(accepted, before_stop) + 1, remaining)
     stopped = before_stop < count
     exhausted = (count == remaining) & ~stopped
-    length = lines[:, c.LENGTH].clone()
-    length[decoding:] = prompt_ends
+    length = torch.where(final, ends, lines[:, c.LENGTH])
 
-    alive, told = rows[live], torch.where(live, count, 0)
-    end = (count - 1).clamp(min=0)
+    alive, end = rows[live], (count - 1).clamp(min=0)
     table[alive, c.LENGTH] = (length + count)[live]
     table[alive, c.LAST_TOKEN] = drawn.gather(1, end[:, None])[live, 0]
     table[alive, c.REMAINING] = (remaining - count)[live]
     table[alive, c.ACTIVE] = (~(stopped | exhausted))[live].to(torch.int64)
-    last[:decoding] = torch.arange(decoding, device=rows.device) * places
-    last[:decoding] += torch.where(live, end, 0)[:decoding]
-    last[decoding:] = final_index
-    results[:, c.COUNT] = told.to(torch.int32)
+    last[:] = first.clamp(min=0) + torch.where(live, end, 0)
+    results[:, c.COUNT] = torch.where(live, count, 0).to(torch.int32)
     flags = stopped.to(torch.int32) * c.STOPPED + exhausted.to(torch.int32) * c.EXHAUSTED
     results[:, c.FLAGS] = torch.where(live, flags, 0)
-    results[:, c.TOKENS : c.TOKENS + places] = drawn.to(torch.int32)
+    results[:, c.TOKENS : c.TOKENS + drafts + 1] = drawn.to(torch.int32)
 
 
 def store_drafts(
     table: torch.Tensor,
-    rows: torch.Tensor,
+    sequences: torch.Tensor,
     tokens: torch.Tensor,
     number: int,
     drafts: int,
     results: torch.Tensor,
 ) -> None:
-    table[rows, c.DRAFTS + number] = tokens
+    table[sequences[:, c.ROW], c.DRAFTS + number] = tokens
     results[:, c.TOKENS + drafts + 1 + number] = tokens.to(torch.int32)
 
 

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps of one rank on this GPU: times captured, eager and under the engine, and what runs.
+
+For the block preset (or --checkpoint), each number of drafts and each bucket of rows: the time of a
+replayed step, of the same step launched eagerly, and of a step while the whole engine plans it; the
+kernels of a replay by name, their gaps, and how many a layer takes. Writes bench/results/step.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from glmserve.checkpoint.synthetic import make_checkpoint
+from glmserve.config import PAGE_SIZE, EngineConfig
+from glmserve.engine.client import EngineClient
+from glmserve.engine.process import resolve
+from glmserve.ipc.ring import BroadcastRing
+from glmserve.messages import PageGrant, PrefillChunk, Request, RowInit, StepPlan
+from glmserve.parallel.group import SingleGroup
+from glmserve.runtime.rank import build
+from glmserve.runtime.step import StepRunner
+from glmserve.sampling_params import SamplingParams
+
+RESULTS = ROOT / "bench" / "results" / "step.json"
+PROMPT = 200
+STEPS = 60
+LAYER_MARK = "split_norm_write"  # a kernel that runs once a layer
+
+
+def settings(checkpoint: Path, rows: int, drafts: int) -> EngineConfig:
+    pages = -(-(PROMPT + 8 * STEPS * (drafts + 1) + 64) // PAGE_SIZE)
+    return EngineConfig(
+        str(checkpoint),
+        device="cuda",
+        collectives="nccl",
+        dtype="bf16",
+        num_pages=rows * pages + 1,
+        max_model_len=(pages - 1) * PAGE_SIZE,
+        max_rows=rows,
+        drafts=drafts,
+        chunk=max(256, PROMPT),
+    )
+
+
+def fill(runner: StepRunner, rows: int) -> None:
+    """Puts a prompt into each of the rows."""
+    pages = runner.config.pages_per_row
+    generator = np.random.default_rng(1)
+    for row in range(rows):
+        prompt = generator.integers(0, 1000, PROMPT).astype(np.int32)
+        init = RowInit(row, row + 1, 0.8, 1.0, 0, 1 << 30, ())
+        grant = PageGrant(row, 0, np.arange(row * pages, (row + 1) * pages, dtype=np.int32))
+        chunk = PrefillChunk(row, 0, PROMPT, prompt)
+        runner.run(StepPlan(0, (init,), (grant,), (chunk,))).wait()
+
+
+def timed(runner: StepRunner, rows: int, steps: int) -> float:
+    """Median milliseconds of a step as the rank runs it, two in flight, without an engine."""
+    plan = StepPlan(0, decode=tuple(range(rows)))
+    pending = [runner.run(plan), runner.run(plan)]
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        pending.append(runner.run(plan))
+        pending.pop(0).wait()
+        times.append(time.perf_counter() - started)
+    for step in pending:
+        step.wait()
+    return 1000 * statistics.median(times)
+
+
+def replayed(runner: StepRunner, bucket: int, steps: int) -> float:
+    """Mean milliseconds of a bare replay: no host work between the steps."""
+    shape = runner.graphs.decode_shape(bucket)
+    assert shape is not None
+    graph = next(iter(runner.graphs.shapes[shape].whole.values())).graph
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    first.record()
+    for _ in range(steps):
+        graph.replay()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / steps
+
+
+def kernels(runner: StepRunner, rows: int) -> list[tuple[str, int, int]]:
+    """(name, start, end) in ns of everything that the device runs in three whole steps."""
+    plan = StepPlan(0, decode=tuple(range(rows)))
+    runner.run(plan).wait()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        pending = [runner.run(plan) for _ in range(3)]
+        for step in pending:
+            step.wait()
+        torch.cuda.synchronize()
+    found = [
+        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted((e for e in found if "Synchronize" not in e[0]), key=lambda event: event[1])
+
+
+def our_kernels() -> set[str]:
+    """Names of the project's jit functions."""
+    pattern = re.compile(r"^@(?:triton|gluon)\.jit.*\ndef (\w+)", re.MULTILINE)
+    sources = (ROOT / "src" / "glmserve" / "kernels").rglob("*.py")
+    return {name for source in sources for name in pattern.findall(source.read_text())}
+
+
+def foreign(names: Counter[str]) -> dict[str, int]:
+    """What ran that is neither ours nor a copy nor NCCL's: by name, how often."""
+    ours = our_kernels()
+    allowed = ("Memcpy", "Memset", "nccl")
+    return {
+        name: count
+        for name, count in names.items()
+        if name not in ours and not name.startswith(allowed)
+    }
+
+
+def usual_layer(names: list[str], marks: list[int]) -> list[str]:
+    """What runs from one layer's mark to the next, where that happens most often."""
+    layers = Counter(tuple(names[a:b]) for a, b in pairwise(marks))
+    return list(layers.most_common(1)[0][0])
+
+
+def describe(events: list[tuple[str, int, int]]) -> dict[str, Any]:
+    names = Counter(name for name, _, _ in events)
+    gaps = [(start - end) / 1000 for (_, _, end), (_, start, _) in pairwise(events)]
+    marks = [i for i, (name, _, _) in enumerate(events) if LAYER_MARK in name]
+    return {
+        "kernels_a_step": round(len(events) / 3, 1),
+        "busy_us_a_step": round(sum(end - start for _, start, end in events) / 3000, 1),
+        "gaps_over_3_us": sum(gap > 3 for gap in gaps),
+        "largest_gaps_us": sorted((round(gap, 1) for gap in gaps), reverse=True)[:6],
+        "kernels_a_layer": [b - a for a, b in pairwise(marks)][: len(marks) // 3],
+        "usual_layer": usual_layer([name for name, _, _ in events], marks),
+        "foreign": foreign(names),
+        "names": dict(names.most_common()),
+    }
+
+
+def rank_rows(checkpoint: Path, rows: int, drafts: int, buckets: list[int]) -> list[dict[str, Any]]:
+    config, _ = resolve(settings(checkpoint, rows, drafts))
+    ring = BroadcastRing.create(1, 1 << 16, "plans")
+    started = time.perf_counter()
+    runner, _ = build(config, SingleGroup(), ring, None)
+    loaded = time.perf_counter() - started
+    fill(runner, rows)
+    table = []
+    for bucket in buckets:
+        row: dict[str, Any] = {"drafts": drafts, "rows": bucket}
+        row["replay_ms"] = round(replayed(runner, bucket, STEPS), 4)
+        row["captured_ms"] = round(timed(runner, bucket, STEPS), 4)
+        row |= describe(kernels(runner, bucket))
+        kept, runner.graphs.shapes = runner.graphs.shapes, {}
+        row["eager_ms"] = round(timed(runner, bucket, 10), 4)
+        runner.graphs.shapes = kept
+        row["graph_mib"] = round(runner.graphs.bytes / 2**20)
+        row["load_and_capture_s"] = round(loaded, 1)
+        table.append(row)
+        print({k: v for k, v in row.items() if k != "names"}, flush=True)
+    del runner
+    torch.cuda.empty_cache()
+    return table
+
+
+def engine_row(client: EngineClient, rows: int, drafts: int) -> float:
+    """Milliseconds of a step while the engine plans: from the chunks' arrival, `rows` streams."""
+    tokens = 2 * STEPS * (drafts + 1)
+    generator = np.random.default_rng(1)
+    for row in range(rows):
+        prompt = generator.integers(0, 1000, PROMPT).astype(np.int32)
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.8, seed=row, ignore_eos=True)
+        client.submit(Request(f"{rows}-{row}", prompt, sampling))
+    arrived: dict[str, list[float]] = {}
+    open_streams = rows
+    while open_streams:
+        for chunk in client.receive(60.0):
+            arrived.setdefault(chunk.uid, []).append(time.perf_counter())
+            open_streams -= chunk.finish_reason is not None
+    # While all streams run: from the last one's first chunk to the first one's last.
+    start = max(times[0] for times in arrived.values())
+    end = min(times[-1] for times in arrived.values())
+    stream = next(iter(arrived.values()))
+    inside = [at for at in stream if start <= at <= end]
+    assert len(inside) > 10, (rows, drafts, len(inside))
+    return 1000 * (inside[-1] - inside[0]) / (len(inside) - 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--drafts", type=int, nargs="*", default=[0, 5])
+    parser.add_argument("--buckets", type=int, nargs="*", default=[1, 8, 32, 64])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    table = []
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = arguments.checkpoint or Path(directory)
+        if not arguments.checkpoint:
+            make_checkpoint(checkpoint, "block", 1)
+        most = max(arguments.buckets)
+        for drafts in arguments.drafts:
+            part = rank_rows(checkpoint, most, drafts, arguments.buckets)
+            client = EngineClient.start(settings(checkpoint, most, drafts), print)
+            try:
+                for row in part:
+                    row["engine_ms"] = round(engine_row(client, row["rows"], drafts), 4)
+                    print(drafts, row["rows"], "under the engine", row["engine_ms"], flush=True)
+            finally:
+                client.close()
+            table += part
+    written = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "checkpoint": "block" if not arguments.checkpoint else arguments.checkpoint.name,
+        "rows": table,
+    }
+    arguments.output.write_text(json.dumps(written, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of logit shaping: fixed grids, no read-back."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from . import kernel
+from .tables import ShapingTables
+
+_BLOCK = 1024
+_PROGRAMS = 1056  # of four warps: what 132 multiprocessors hold at once, twice
+
+
+def unserved(dtype: torch.dtype) -> dict[str, object]:
+    """Dimensions that the kernels do not serve."""
+    return {} if dtype == torch.float32 else {"dtype": dtype}
+
+
+def shape(
+    logits: Tensor,
+    tables: ShapingTables | None,
+    first: int,
+    rows: Tensor,
+    positions: Tensor,
+    ahead: Tensor,
+    stops: Tensor,
+    stops_from: Tensor,
+) -> Tensor:
+    """As the operator, for fp32 logits."""
+    logits = logits.contiguous()
+    count, width = logits.shape
+    out = torch.empty_like(logits)
+    if count == 0:
+        return out
+    total = -(-width // _BLOCK)
+    blocks = -(-total // max(1, min(total, _PROGRAMS // count)))
+    held = (
+        (rows,) * 8
+        if tables is None
+        else (
+            tables.flags, tables.penalties, tables.counts, tables.bias, tables.in_prompt,
+            tables.allowed, tables.words, tables.recent,
+        )
+    )  # fmt: skip
+    kernel.shape_rows[(-(-total // blocks), count)](
+        logits, out, rows, positions, ahead, stops, stops_from, *held,
+        ahead.stride(0), stops.stride(0), stops_from.stride(0), width, -(-width // 32), first,
+        blocks, stops.shape[1], ahead.shape[1], triton.next_power_of_2(max(1, stops.shape[1])),
+        tables is not None, _BLOCK, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def confirm(
+    tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, count: Tensor
+) -> None:
+    """As the operator."""
+    if len(rows) == 0:
+        return
+    kernel.confirm_rows[(len(rows),)](
+        rows, tokens, count, tables.flags, tables.counts, tables.recent,
+        tokens.stride(0), count.stride(0), tables.counts.shape[1], first,
+        triton.next_power_of_2(tokens.shape[1]), num_warps=1,
+    )  # fmt: skip
+
+
+def shut_ids(logits: Tensor, places: Tensor, bits: Tensor, first: int, first_word: int) -> None:
+    """As the operator, for fp32 logits."""
+    width = logits.shape[1]
+    if len(places) == 0:
+        return
+    kernel.shut_rows[(-(-width // _BLOCK), len(places))](
+        logits, places, bits, places.stride(0), bits.stride(0), width, first, first_word, _BLOCK,
+        num_warps=4,
+    )  # fmt: skip

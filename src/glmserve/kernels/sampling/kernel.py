@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over a shard's logits: temperature, noise, the cut, and the shard's best (value, id).
+
+A pair is one int64: the value's ordered key above, 2^31 - 1 - id below, so that the largest pair
+has the largest value and among equal ones the lowest id. Programs of a row join by an atomic
+maximum; the last one to arrive writes the row's result and leaves the scratch as it was found.
+"""
+
+import triton
+import triton.language as tl
+
+from .arithmetic import (
+    STEPS,
+    distances,
+    inverse_of,
+    noise_bound,
+    noise_of,
+    ordered,
+    philox,
+    value_of,
+)
+
+LOWEST = tl.constexpr(-(1 << 63))
+LOWEST_KEY = tl.constexpr(-(1 << 31))
+LAST_ID = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def pair_of(values, ids, inside):
+    """The largest pair of a block."""
+    pairs = (ordered(values).to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
+    return tl.max(tl.where(inside, pairs, LOWEST), 0)
+
+
+@triton.jit
+def value_in(pair):
+    return value_of((pair >> 32).to(tl.int32))
+
+
+@triton.jit
+def id_in(pair):
+    return (pair & LAST_ID) ^ LAST_ID
+
+
+@triton.jit
+def publish(best, arrived, out, row, pair, splits, DECODE: tl.constexpr):
+    """Joins the row's pairs; the last program writes the pair, or its id. True for that one."""
+    tl.atomic_max(best + row, pair)
+    last = tl.atomic_add(arrived + row, 1) == splits - 1
+    if last:
+        joined = tl.atomic_xchg(best + row, LOWEST)
+        tl.atomic_xchg(arrived + row, 0)
+        if DECODE:
+            joined = id_in(joined)
+        tl.store(out + row, joined)
+    return last
+
+
+@triton.jit(do_not_specialize=["valid", "splits", "blocks"])
+def greedy(
+    logits, best, arrived, out, width, first, valid, splits, blocks,
+    DECODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, rows): the first largest logit."""
+    row = tl.program_id(1)
+    start = tl.program_id(0) * blocks * BLOCK
+    pair = tl.full([], LOWEST, tl.int64)
+    for block in range(0, blocks):
+        column = start + block * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        ids = first + column
+        x = tl.load(logits + row.to(tl.int64) * width + column, mask=inside, other=0.0)
+        x = tl.where(ids < valid, x, float("-inf"))
+        pair = tl.maximum(pair, pair_of(x, ids, inside))
+    publish(best, arrived, out, row, pair, splits, DECODE)
+
+
+@triton.jit(do_not_specialize=["valid", "splits", "blocks", "group", "lines"])
+def draw(
+    logits, temperature, seeds, rows, positions, cuts, maxima, own_maxima, best, arrived, out,
+    temperature_stride, seed_stride, width, offset, group, valid, splits, blocks, ranks, lines,
+    LIMITS: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, rows). The shard's ids start at 4 group + offset: four ids share a counter.
+
+    cuts [rows] int32: the largest distance that may be drawn; maxima [ranks, rows] as limits.py
+    makes them, and this rank's own, which are cleared for the next step.
+    """
+    row = tl.program_id(1)
+    line = tl.load(rows + row).to(tl.int64)
+    t = tl.load(temperature + line * temperature_stride).to(tl.float32)
+    seed = tl.load(seeds + line * seed_stride).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    inverse = inverse_of(t)
+    cut = tl.full([], STEPS, tl.int32)
+    row_max = tl.full([], 0.0, tl.float32)
+    if LIMITS:
+        cut = tl.load(cuts + row)
+        key = tl.load(maxima + row)
+        for rank in range(1, ranks):
+            key = tl.maximum(key, tl.load(maxima + rank * lines + row))
+        row_max = value_of(key) * inverse
+    start = tl.program_id(0) * blocks * BLOCK
+    pair = tl.full([], LOWEST, tl.int64)
+    for block in range(0, blocks):
+        begin = start + block * BLOCK
+        column = begin + tl.arange(0, BLOCK) - offset
+        inside = (column >= 0) & (column < width)
+        ids = group * 4 + begin + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * width + column, mask=inside, other=0.0)
+        x = tl.where(ids < valid, x, float("-inf"))
+        if t > 0:
+            x = x * inverse
+            if LIMITS:
+                x = tl.where(distances(x, row_max) <= cut, x, float("-inf"))
+            least = value_in(pair)
+            # The first block of a program is always looked at: rows without a number have a pair.
+            if (block == 0) | (tl.max(x, 0) + 16.7 >= least):
+                groups = group + begin // 4 + tl.arange(0, BLOCK // 4)
+                w0, w1, w2, w3 = philox(seed, position, groups)
+                words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+                if (block == 0) | (tl.max(x + noise_bound(words), 0) >= least):
+                    pair = tl.maximum(pair, pair_of(x + noise_of(words), ids, inside))
+        else:
+            pair = tl.maximum(pair, pair_of(x, ids, inside))
+    last = publish(best, arrived, out, row, pair, splits, DECODE)
+    if LIMITS:
+        if last:  # every program of the row has read it
+            tl.store(own_maxima + row, LOWEST_KEY)
+
+
+@triton.jit(do_not_specialize=["ranks", "rows"])
+def join_pairs(pairs, out, ranks, rows, BLOCK: tl.constexpr):
+    """pairs [ranks, rows] int64 -> ids [rows] int64."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    joined = tl.full([BLOCK], LOWEST, tl.int64)
+    for rank in range(0, ranks):
+        pair = tl.load(pairs + rank * rows + row, mask=row < rows, other=LOWEST)
+        joined = tl.maximum(joined, pair)
+    tl.store(out + row, id_in(joined), mask=row < rows)
