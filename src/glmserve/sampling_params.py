@@ -21,6 +21,7 @@ from glmserve.errors import InvalidInput
 MAX_STOPS: Final = 16
 MAX_STOP_TOKENS: Final = 16
 MAX_BAD_WORDS: Final = 64
+MAX_BAD_WORD_TOKENS: Final = 32
 MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 16
 MAX_BIASES: Final = 1024
@@ -183,6 +184,11 @@ class SamplingParams:
             len(self.bad_word_ids) <= 4 * MAX_BAD_WORDS and all(self.bad_word_ids),
             "bad_word_ids",
             f"at most {4 * MAX_BAD_WORDS} sequences, none empty",
+        )
+        need(
+            all(len(sequence) <= MAX_BAD_WORD_TOKENS for sequence in self.bad_word_ids),
+            "bad_word_ids",
+            f"at most {MAX_BAD_WORD_TOKENS} ids a sequence",
         )
         for count in ("logprobs", "prompt_logprobs"):
             value = getattr(self, count)

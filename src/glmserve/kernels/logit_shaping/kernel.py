@@ -53,7 +53,7 @@ def shape_rows(
         frequency = tl.load(penalties + line * 3 + 1).to(tl.float32)
         repetition = tl.load(penalties + line * 3 + 2).to(tl.float32)
     start = tl.program_id(0) * blocks * BLOCK
-    for block in range(0, blocks):
+    for block in range(blocks):
         column = start + block * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         x = tl.load(logits + row * width + column, mask=inside, other=0.0)

@@ -54,9 +54,7 @@ def shape(
     return out
 
 
-def confirm(
-    tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, count: Tensor
-) -> None:
+def confirm(tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
     """As the operator."""
     if len(rows) == 0:
         return

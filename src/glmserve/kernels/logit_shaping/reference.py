@@ -37,9 +37,7 @@ def shape(
     return logits
 
 
-def confirm(
-    tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, count: Tensor
-) -> None:
+def confirm(tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
     """As the operator."""
     flags = tables.flags[rows]
     local = tokens.to(torch.int64) - first
@@ -77,9 +75,7 @@ def _penalised(
     count = tables.counts[rows].scatter_add(
         1, torch.where(inside, local, 0), inside.to(torch.int32)
     )
-    presence, frequency, repetition = (
-        tables.penalties[rows].to(logits.dtype)[..., None].unbind(1)
-    )
+    presence, frequency, repetition = tables.penalties[rows].to(logits.dtype)[..., None].unbind(1)
     shaped = logits + tables.bias[rows].to(logits.dtype)
     seen = _bits(tables.in_prompt[rows], width) | (count > 0)
     repeated = torch.where(shaped > 0, shaped / repetition, shaped * repetition)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
 """What the sampler's kernels decide by, bit for bit as reference.py says.
 
 Kernels that use these functions are launched with enable_fp_fusion=False: a fused multiply-add

@@ -65,7 +65,7 @@ def greedy(
     row = tl.program_id(1)
     start = tl.program_id(0) * blocks * BLOCK
     pair = tl.full([], LOWEST, tl.int64)
-    for block in range(0, blocks):
+    for block in range(blocks):
         column = start + block * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         ids = first + column
@@ -102,7 +102,7 @@ def draw(
         row_max = value_of(key) * inverse
     start = tl.program_id(0) * blocks * BLOCK
     pair = tl.full([], LOWEST, tl.int64)
-    for block in range(0, blocks):
+    for block in range(blocks):
         begin = start + block * BLOCK
         column = begin + tl.arange(0, BLOCK) - offset
         inside = (column >= 0) & (column < width)
@@ -134,7 +134,7 @@ def join_pairs(pairs, out, ranks, rows, BLOCK: tl.constexpr):
     """pairs [ranks, rows] int64 -> ids [rows] int64."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     joined = tl.full([BLOCK], LOWEST, tl.int64)
-    for rank in range(0, ranks):
+    for rank in range(ranks):
         pair = tl.load(pairs + rank * rows + row, mask=row < rows, other=LOWEST)
         joined = tl.maximum(joined, pair)
     tl.store(out + row, id_in(joined), mask=row < rows)

@@ -139,7 +139,9 @@ def find_cuts(
     temperature, top_k, top_p, min_p = rows.temperature, rows.top_k, rows.top_p, rows.min_p
     place = shard.width, shard.first, shard.valid, blocks
     search = scratch.search
-    t_stride, k_stride, p_stride, m_stride = (x.stride(0) for x in (temperature, top_k, top_p, min_p))
+    t_stride, k_stride, p_stride, m_stride = (
+        x.stride(0) for x in (temperature, top_k, top_p, min_p)
+    )
     limits.row_maxima[(splits, count)](
         logits, temperature, rows.rows, scratch.maxima, t_stride, *place, _BLOCK, num_warps=1
     )

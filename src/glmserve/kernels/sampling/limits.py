@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
 """Where top-k, top-p and min-p cut a row: the largest distance (reference.py) that may be drawn.
 
 A distance has 22 bits. The upper 11 are counted over all tokens, the lower 11 of the one bin in
@@ -39,7 +40,7 @@ def row_maxima(
     if tl.load(temperature + line * temperature_stride) > 0:
         start = tl.program_id(0) * blocks * BLOCK
         most = tl.full([BLOCK], float("-inf"), tl.float32)
-        for block in range(0, blocks):
+        for block in range(blocks):
             column = start + block * BLOCK + tl.arange(0, BLOCK)
             inside = (column < width) & (first + column < valid)
             x = tl.load(
@@ -56,7 +57,7 @@ def count_steps(
     width, first, valid, blocks, ranks, lines,
     FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, rows): adds to sums [rows, BINS], by the upper bits or (not FIRST) the lower."""
+    """Grid (splits, rows): adds to sums [rows, BINS], by upper or (not FIRST) lower bits."""
     row = tl.program_id(1)
     line = tl.load(rows + row).to(tl.int64)
     t = tl.load(temperature + line * temperature_stride).to(tl.float32)
@@ -74,7 +75,7 @@ def count_steps(
             key = tl.maximum(key, tl.load(maxima + rank * lines + row))
         row_max = value_of(key) * inverse
         start = tl.program_id(0) * blocks * BLOCK
-        for block in range(0, blocks):
+        for block in range(blocks):
             column = start + block * BLOCK + tl.arange(0, BLOCK)
             inside = (column < width) & (first + column < valid)
             x = tl.load(logits + row.to(tl.int64) * width + column, mask=inside, other=0.0)
@@ -159,24 +160,24 @@ def choose_step(
         count, mass = _sums(lower, row, ranks, lines)
         next_bin = bin * 0 - 1
         if k > 0:
-            digit, earlier = _reach(count, before, k)
+            digit, _before = _reach(count, before, k)
             cut = bin * BINS + digit
             if p < 1:
                 i = tl.arange(0, BINS)
                 kept = tl.where(i <= digit, mass, 0)
-                number, above = _sums(upper, row, ranks, lines)
+                _number, above = _sums(upper, row, ranks, lines)
                 above = tl.where(i < bin, above, 0) + tl.where(i == bin, tl.sum(kept, 0), 0)
                 target = _target(p, tl.sum(above, 0))
                 p_bin, p_before = _reach(above, k * 0, target)
                 if p_bin == bin:
-                    p_digit, earlier = _reach(kept, p_before, target)
+                    p_digit, _before = _reach(kept, p_before, target)
                     cut = bin * BINS + p_digit
                 else:
                     next_bin = p_bin.to(tl.int64)
                     tl.store(state + BEFORE, p_before)
                     tl.store(state + TARGET, target)
         else:
-            digit, earlier = _reach(mass, before, tl.load(state + TARGET))
+            digit, _before = _reach(mass, before, tl.load(state + TARGET))
             cut = bin * BINS + digit
         tl.store(state + BIN, next_bin)
         tl.store(state + CUT, cut)
@@ -201,8 +202,8 @@ def finish_cuts(
         zeros = tl.zeros([BINS], tl.int64)
         i = row * BINS + tl.arange(0, BINS)
         if bin >= 0:
-            count, mass = _sums(last, row, ranks, lines)
-            digit, earlier = _reach(mass, tl.load(state + BEFORE), tl.load(state + TARGET))
+            _count, mass = _sums(last, row, ranks, lines)
+            digit, _before = _reach(mass, tl.load(state + BEFORE), tl.load(state + TARGET))
             found = tl.minimum(found, bin * BINS + digit)
             tl.debug_barrier()
             tl.store(own_last + i, zeros)
