@@ -36,9 +36,11 @@ class ExpertBalance:
 
     def _shares(self, totals: Totals) -> Totals:
         """[layers, ranks]: whole experts lie on ranks in order; a sliced one is on every rank."""
+        layers, experts = totals.shape
         if self._layout == "sliced":
-            return totals.sum(1, keepdims=True).repeat(self._ranks, 1)
-        shares: Totals = totals.reshape(len(totals), self._ranks, -1).sum(2)
+            shares: Totals = totals.sum(1, keepdims=True).repeat(self._ranks, 1)
+        else:
+            shares = totals.reshape(layers, self._ranks, experts // self._ranks).sum(2)
         return shares
 
 

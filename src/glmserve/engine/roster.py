@@ -57,7 +57,7 @@ class Roster:
         insort(self.waiting, sequence, key=_order)
 
     def candidates(self) -> Iterator[Sequence]:
-        """Waiting sequences that could take a row now; none of them may have been moved since."""
+        """Waiting sequences that could take a row now, in order; read it before moving any."""
         return (sequence for sequence in self.waiting if sequence.ready)
 
     def from_on(self, sequence: Sequence) -> list[Sequence]:
