@@ -46,6 +46,8 @@ def ask(address: str, request: dict[str, Any], max_tokens: int) -> Answer:
     if response.status != 200:
         raise SystemExit(f"the server answered {response.status}: {text}")
     values = json.loads(text)
+    if values["finish_reason"] == "error":
+        raise SystemExit(f"the server failed: {values['error_message']}")
     calls = values["tool_calls"]
     values["tool_calls"] = json.loads(calls) if isinstance(calls, str) else calls
     return {
