@@ -64,6 +64,8 @@ class LogitShaping:
         stops [lines, s] int64 ids (-1 = none) that a device row cannot draw before position
         stops_from [lines].
         """
+        if logits.is_cuda:
+            self.prepare()  # rows that ask for min_tokens alone have not made tables
         return ops.shape_logits(
             logits,
             self.tables,

@@ -37,12 +37,14 @@ def shape_logits(
 
     rows [M] table line; positions [M] of the token to draw; ahead [M, k] drafts of this step
     ahead of it, -1 from the first that is not. stops [lines, s] ids (-1 = none) are shut at
-    positions before stops_from [lines]. tables None: nothing but that has been asked for.
+    positions before stops_from [lines]. tables None, for the reference: nothing
+    but that has been asked for.
     """
     if logits.is_cuda:
         from . import launch
 
         if use_kernel("logit_shaping", "cuda", launch.unserved(logits.dtype)):
+            assert tables is not None, "a graph may be captured before any row asks for more"
             return launch.shape(logits, tables, first, rows, positions, ahead, stops, stops_from)
     return reference.shape(logits, tables, first, rows, positions, ahead, stops, stops_from)
 

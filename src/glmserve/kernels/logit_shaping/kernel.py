@@ -33,45 +33,39 @@ def _shut(out, columns, wanted, start, stop):
     tl.store(out + columns, columns.to(tl.float32) * 0.0 + float("-inf"), mask=here)
 
 
-@triton.jit(do_not_specialize=["blocks", "stop_count"])
+@triton.jit(do_not_specialize=["blocks", "stop_count", "drafts", "ahead_stride"])
 def shape_rows(
     logits, out, rows, positions, ahead, stops, stops_from,
     flags, penalties, counts, bias, in_prompt, allowed, words, recent,
     ahead_stride, stops_stride, from_stride, width, bit_width, first, blocks, stop_count,
-    AHEAD: tl.constexpr, STOPS: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+    drafts, STOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, M). Without TABLES no row has asked for more than min_tokens yet."""
+    """Grid (splits, M)."""
     row = tl.program_id(1).to(tl.int64)
     line = tl.load(rows + row).to(tl.int64)
-    asked = tl.full([], 0, tl.int32)
-    presence = tl.full([], 0.0, tl.float32)
-    frequency = presence
-    repetition = presence
-    if TABLES:
-        asked = tl.load(flags + line)
-        presence = tl.load(penalties + line * 3).to(tl.float32)
-        frequency = tl.load(penalties + line * 3 + 1).to(tl.float32)
-        repetition = tl.load(penalties + line * 3 + 2).to(tl.float32)
+    asked = tl.load(flags + line)
+    presence = tl.load(penalties + line * 3).to(tl.float32)
+    frequency = tl.load(penalties + line * 3 + 1).to(tl.float32)
+    repetition = tl.load(penalties + line * 3 + 2).to(tl.float32)
     start = tl.program_id(0) * blocks * BLOCK
     for block in range(blocks):
         column = start + block * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         x = tl.load(logits + row * width + column, mask=inside, other=0.0)
-        if TABLES:
-            if asked & LISTED:
-                x = tl.where(_bit(allowed + line * bit_width, column, inside), x, float("-inf"))
-            if asked & SHAPED:
-                count = tl.load(counts + line * width + column, mask=inside, other=0)
-                for i in tl.static_range(AHEAD):
-                    token = tl.load(ahead + row * ahead_stride + i).to(tl.int32)
-                    # A column before 0 would meet the tokens of no draft.
-                    count += ((token >= 0) & (column == token - first)).to(tl.int32)
-                x = x + tl.load(bias + line * width + column, mask=inside, other=0.0)
-                seen = _bit(in_prompt + line * bit_width, column, inside) | (count > 0)
-                repeated = tl.where(x > 0, divide(x, repetition), x * repetition)
-                x = tl.where(seen, repeated, x)
-                x = x - frequency * count.to(tl.float32)
-                x = x - presence * (count > 0).to(tl.float32)
+        if asked & LISTED:
+            x = tl.where(_bit(allowed + line * bit_width, column, inside), x, float("-inf"))
+        if asked & SHAPED:
+            count = tl.load(counts + line * width + column, mask=inside, other=0)
+            for i in range(drafts):
+                token = tl.load(ahead + row * ahead_stride + i).to(tl.int32)
+                # A column before 0 would meet the tokens of no draft.
+                count += ((token >= 0) & (column == token - first)).to(tl.int32)
+            x = x + tl.load(bias + line * width + column, mask=inside, other=0.0)
+            seen = _bit(in_prompt + line * bit_width, column, inside) | (count > 0)
+            repeated = tl.where(x > 0, divide(x, repetition), x * repetition)
+            x = tl.where(seen, repeated, x)
+            x = x - frequency * count.to(tl.float32)
+            x = x - presence * (count > 0).to(tl.float32)
         tl.store(out + row * width + column, x, mask=inside)
     tl.debug_barrier()
     stop = tl.minimum(start + blocks * BLOCK, width)
@@ -82,31 +76,29 @@ def shape_rows(
         there = s < stop_count
         ids = tl.load(stops + line * stops_stride + s, mask=there, other=-1).to(tl.int32)
         _shut(own, ids - first, there & (ids >= 0), start, stop)
-    if TABLES:
-        if asked & WORDS:
-            drafts = tl.full([], 0, tl.int32)
-            for i in tl.static_range(AHEAD):
-                drafts += (tl.load(ahead + row * ahead_stride + i) >= 0).to(tl.int32)
-            j = tl.arange(0, LONGEST)
-            # Token j of the last LONGEST - 1 ones; a word's own last token stands at LONGEST - 1.
-            age = LONGEST - 2 - j
-            past = tl.load(
-                recent + line * LONGEST + (LONGEST - 1 + drafts - age),
-                mask=(age >= drafts) & (j < LONGEST - 1), other=NO_TOKEN,
-            )  # fmt: skip
-            if AHEAD > 0:
-                newer = tl.load(
-                    ahead + row * ahead_stride + drafts - 1 - age,
-                    mask=(age < drafts) & (j < LONGEST - 1), other=NO_TOKEN,
-                ).to(tl.int32)  # fmt: skip
-                past = tl.where(age < drafts, newer, past)
-            for chunk in range(0, MOST, _CHUNK):
-                w = chunk + tl.arange(0, _CHUNK)
-                word = tl.load(words + (line * MOST + w)[:, None] * LONGEST + j[None, :])
-                meets = (word == past[None, :]) | (word < 0) | (j[None, :] == LONGEST - 1)
-                whole = tl.min(meets.to(tl.int32), 1) > 0
-                ends = tl.sum(tl.where(j[None, :] == LONGEST - 1, word, 0), 1)
-                _shut(own, ends - first, whole & (ends >= 0), start, stop)
+    if asked & WORDS:
+        known = tl.full([], 0, tl.int32)  # drafts ahead
+        for i in range(drafts):
+            known += (tl.load(ahead + row * ahead_stride + i) >= 0).to(tl.int32)
+        j = tl.arange(0, LONGEST)
+        # Token j of the last LONGEST - 1 ones; a word's own last token stands at LONGEST - 1.
+        age = LONGEST - 2 - j
+        past = tl.load(
+            recent + line * LONGEST + (LONGEST - 1 + known - age),
+            mask=(age >= known) & (j < LONGEST - 1), other=NO_TOKEN,
+        )  # fmt: skip
+        newer = tl.load(
+            ahead + row * ahead_stride + known - 1 - age,
+            mask=(age < known) & (j < LONGEST - 1), other=NO_TOKEN,
+        ).to(tl.int32)  # fmt: skip
+        past = tl.where(age < known, newer, past)
+        for chunk in range(0, MOST, _CHUNK):
+            w = chunk + tl.arange(0, _CHUNK)
+            word = tl.load(words + (line * MOST + w)[:, None] * LONGEST + j[None, :])
+            meets = (word == past[None, :]) | (word < 0) | (j[None, :] == LONGEST - 1)
+            whole = tl.min(meets.to(tl.int32), 1) > 0
+            ends = tl.sum(tl.where(j[None, :] == LONGEST - 1, word, 0), 1)
+            _shut(own, ends - first, whole & (ends >= 0), start, stop)
 
 
 @triton.jit

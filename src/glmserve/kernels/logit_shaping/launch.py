@@ -21,7 +21,7 @@ def unserved(dtype: torch.dtype) -> dict[str, object]:
 
 def shape(
     logits: Tensor,
-    tables: ShapingTables | None,
+    tables: ShapingTables,
     first: int,
     rows: Tensor,
     positions: Tensor,
@@ -37,19 +37,13 @@ def shape(
         return out
     total = -(-width // _BLOCK)
     blocks = -(-total // max(1, min(total, _PROGRAMS // count)))
-    held = (
-        (rows,) * 8
-        if tables is None
-        else (
-            tables.flags, tables.penalties, tables.counts, tables.bias, tables.in_prompt,
-            tables.allowed, tables.words, tables.recent,
-        )
-    )  # fmt: skip
     kernel.shape_rows[(-(-total // blocks), count)](
-        logits, out, rows, positions, ahead, stops, stops_from, *held,
+        logits, out, rows, positions, ahead, stops, stops_from,
+        tables.flags, tables.penalties, tables.counts, tables.bias, tables.in_prompt,
+        tables.allowed, tables.words, tables.recent,
         ahead.stride(0), stops.stride(0), stops_from.stride(0), width, -(-width // 32), first,
-        blocks, stops.shape[1], ahead.shape[1], triton.next_power_of_2(max(1, stops.shape[1])),
-        tables is not None, _BLOCK, num_warps=4, enable_fp_fusion=False,
+        blocks, stops.shape[1], ahead.shape[1], max(32, triton.next_power_of_2(stops.shape[1])),
+        _BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -61,7 +55,7 @@ def confirm(tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, cou
     kernel.confirm_rows[(len(rows),)](
         rows, tokens, count, tables.flags, tables.counts, tables.recent,
         tokens.stride(0), count.stride(0), tables.counts.shape[1], first,
-        triton.next_power_of_2(tokens.shape[1]), num_warps=1,
+        max(16, triton.next_power_of_2(tokens.shape[1])), num_warps=1,
     )  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from .arithmetic import (
 )
 
 LOWEST = tl.constexpr(-(1 << 63))
-LOWEST_KEY = tl.constexpr(-(1 << 31))
 LAST_ID = tl.constexpr(0x7FFFFFFF)
+MOST_NOISE = tl.constexpr(16.7)
 
 
 @triton.jit
@@ -43,23 +43,36 @@ def id_in(pair):
 
 
 @triton.jit
-def publish(best, arrived, out, row, pair, splits, DECODE: tl.constexpr):
-    """Joins the row's pairs; the last program writes the pair, or its id. True for that one."""
-    tl.atomic_max(best + row, pair)
-    last = tl.atomic_add(arrived + row, 1) == splits - 1
-    if last:
-        joined = tl.atomic_xchg(best + row, LOWEST)
-        tl.atomic_xchg(arrived + row, 0)
-        if DECODE:
+def largest_of(pairs, row, ranks, lines):
+    """The largest of [ranks, lines] pairs of a row."""
+    pair = tl.load(pairs + row)
+    for rank in range(1, ranks):
+        pair = tl.maximum(pair, tl.load(pairs + rank * lines + row))
+    return pair
+
+
+@triton.jit
+def lowest_pair(ids):
+    """What an id without any chance has."""
+    key = ordered(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
+    return (key << 32) | (ids ^ LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def publish(best, arrived, out, row, pair, splits, decode):
+    """Joins the row's pairs; the last program writes the pair, or (decode) its id."""
+    tl.atomic_max(best + row, pair, sem="relaxed")
+    if tl.atomic_add(arrived + row, 1) == splits - 1:  # orders what lies before and after it
+        joined = tl.atomic_xchg(best + row, LOWEST, sem="relaxed")
+        tl.store(arrived + row, 0)
+        if decode:
             joined = id_in(joined)
         tl.store(out + row, joined)
-    return last
 
 
-@triton.jit(do_not_specialize=["valid", "splits", "blocks"])
+@triton.jit(do_not_specialize=["valid", "splits", "blocks", "decode"])
 def greedy(
-    logits, best, arrived, out, width, first, valid, splits, blocks,
-    DECODE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, best, arrived, out, width, first, valid, splits, blocks, decode, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, rows): the first largest logit."""
     row = tl.program_id(1)
@@ -72,19 +85,19 @@ def greedy(
         x = tl.load(logits + row.to(tl.int64) * width + column, mask=inside, other=0.0)
         x = tl.where(ids < valid, x, float("-inf"))
         pair = tl.maximum(pair, pair_of(x, ids, inside))
-    publish(best, arrived, out, row, pair, splits, DECODE)
+    publish(best, arrived, out, row, pair, splits, decode)
 
 
-@triton.jit(do_not_specialize=["valid", "splits", "blocks", "group", "lines"])
+@triton.jit(do_not_specialize=["valid", "splits", "blocks", "group", "lines", "decode"])
 def draw(
-    logits, temperature, seeds, rows, positions, cuts, maxima, own_maxima, best, arrived, out,
+    logits, temperature, seeds, rows, positions, cuts, largest, best, arrived, out,
     temperature_stride, seed_stride, width, offset, group, valid, splits, blocks, ranks, lines,
-    LIMITS: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
+    decode, LIMITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, rows). The shard's ids start at 4 group + offset: four ids share a counter.
 
-    cuts [rows] int32: the largest distance that may be drawn; maxima [ranks, rows] as limits.py
-    makes them, and this rank's own, which are cleared for the next step.
+    cuts [rows] int32: the largest distance that may be drawn; largest [ranks, rows]: the pairs of
+    all ranks' largest logits, that distances count from.
     """
     row = tl.program_id(1)
     line = tl.load(rows + row).to(tl.int64)
@@ -96,37 +109,31 @@ def draw(
     row_max = tl.full([], 0.0, tl.float32)
     if LIMITS:
         cut = tl.load(cuts + row)
-        key = tl.load(maxima + row)
-        for rank in range(1, ranks):
-            key = tl.maximum(key, tl.load(maxima + rank * lines + row))
-        row_max = value_of(key) * inverse
+        row_max = value_in(largest_of(largest, row, ranks, lines)) * inverse
     start = tl.program_id(0) * blocks * BLOCK
-    pair = tl.full([], LOWEST, tl.int64)
+    # Ids ascend from block to block: a later one has to be larger.
+    pair = lowest_pair(group * 4 + tl.maximum(start, offset))
     for block in range(blocks):
         begin = start + block * BLOCK
         column = begin + tl.arange(0, BLOCK) - offset
         inside = (column >= 0) & (column < width)
         ids = group * 4 + begin + tl.arange(0, BLOCK)
         x = tl.load(logits + row.to(tl.int64) * width + column, mask=inside, other=0.0)
-        x = tl.where(ids < valid, x, float("-inf"))
+        x = tl.where(inside & (ids < valid), x, float("-inf"))
         if t > 0:
             x = x * inverse
             if LIMITS:
                 x = tl.where(distances(x, row_max) <= cut, x, float("-inf"))
             least = value_in(pair)
-            # The first block of a program is always looked at: rows without a number have a pair.
-            if (block == 0) | (tl.max(x, 0) + 16.7 >= least):
+            if tl.max(x, 0) + MOST_NOISE > least:
                 groups = group + begin // 4 + tl.arange(0, BLOCK // 4)
                 w0, w1, w2, w3 = philox(seed, position, groups)
                 words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-                if (block == 0) | (tl.max(x + noise_bound(words), 0) >= least):
+                if tl.max(x + noise_bound(words), 0) > least:
                     pair = tl.maximum(pair, pair_of(x + noise_of(words), ids, inside))
         else:
             pair = tl.maximum(pair, pair_of(x, ids, inside))
-    last = publish(best, arrived, out, row, pair, splits, DECODE)
-    if LIMITS:
-        if last:  # every program of the row has read it
-            tl.store(own_maxima + row, LOWEST_KEY)
+    publish(best, arrived, out, row, pair, splits, decode)
 
 
 @triton.jit(do_not_specialize=["ranks", "rows"])

@@ -28,17 +28,14 @@ class Scratch:
 
     best: Tensor  # [rows] int64
     arrived: Tensor  # [rows] int32
-    maxima: Tensor  # [rows] int32
     sums: Tensor  # [3, rows, BINS] int64: upper bits, lower bits, lower bits of a second bin
     search: Tensor  # [rows, 4] int64
 
     @classmethod
     def make(cls, rows: int, device: torch.device) -> Self:
-        lowest, lowest_key = kernel.LOWEST.value, kernel.LOWEST_KEY.value
         return cls(
-            torch.full((rows,), lowest, dtype=torch.int64, device=device),
+            torch.full((rows,), kernel.LOWEST.value, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
-            torch.full((rows,), lowest_key, dtype=torch.int32, device=device),
             torch.zeros(3, rows, limits.BINS.value, dtype=torch.int64, device=device),
             torch.zeros(rows, 4, dtype=torch.int64, device=device),
         )
@@ -83,7 +80,7 @@ def greedy(logits: Tensor, shard: Shard, scratch: Scratch, decode: bool) -> Tens
     splits, blocks = _split(rows, shard.width, 2 * _BLOCK)
     kernel.greedy[(splits, rows)](
         logits, scratch.best, scratch.arrived, out, shard.width, shard.first, shard.valid,
-        splits, blocks, decode, 2 * _BLOCK, num_warps=1,
+        splits, blocks, int(decode), 2 * _BLOCK, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -103,13 +100,13 @@ def draw(
         return out
     offset = shard.first & 3
     splits, blocks = _split(count, shard.width + offset)
-    cut, maxima = (scratch.best, scratch.best[None]) if cuts is None else cuts
+    cut, largest = (scratch.arrived, scratch.best[None]) if cuts is None else cuts
     kernel.draw[(splits, count)](
-        logits, rows.temperature, rows.seeds, rows.rows, rows.positions, cut, maxima,
-        scratch.maxima, scratch.best, scratch.arrived, out,
+        logits, rows.temperature, rows.seeds, rows.rows, rows.positions, cut, largest,
+        scratch.best, scratch.arrived, out,
         rows.temperature.stride(0), rows.seeds.stride(0), shard.width, offset, shard.first >> 2,
-        shard.valid, splits, blocks, len(maxima), count,
-        cuts is not None, decode, _BLOCK, num_warps=1, **_EXACT,
+        shard.valid, splits, blocks, len(largest), count, int(decode),
+        cuts is not None, _BLOCK, num_warps=1, **_EXACT,
     )  # fmt: skip
     return out
 
@@ -130,7 +127,7 @@ def find_cuts(
     scratch: Scratch,
     gather: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Largest distance [R] int32 that may be drawn, and the row maxima [N, R] it is counted from.
+    """Largest distance [R] int32 that may be drawn, and the pairs [N, R] it is counted from.
 
     gather: [...] -> [N, ...], the tensors of all ranks.
     """
@@ -142,18 +139,15 @@ def find_cuts(
     t_stride, k_stride, p_stride, m_stride = (
         x.stride(0) for x in (temperature, top_k, top_p, min_p)
     )
-    limits.row_maxima[(splits, count)](
-        logits, temperature, rows.rows, scratch.maxima, t_stride, *place, _BLOCK, num_warps=1
-    )
-    maxima = gather(scratch.maxima[:count])
-    ranks = len(maxima)
+    largest = gather(greedy(logits, shard, scratch, False))
+    ranks = len(largest)
 
     def counted(which: int) -> Tensor:
         own = scratch.sums[which, :count]
         limits.count_steps[(splits, count)](
-            logits, temperature, top_k, top_p, min_p, rows.rows, maxima, search, own,
+            logits, temperature, top_k, top_p, min_p, rows.rows, largest, search, own,
             t_stride, k_stride, p_stride, m_stride, *place, ranks, count,
-            which == 0, _BLOCK, num_warps=1, **_EXACT,
+            int(which == 0), _BLOCK, num_warps=1, **_EXACT,
         )  # fmt: skip
         return gather(own)
 
@@ -173,4 +167,4 @@ def find_cuts(
         temperature, top_k, top_p, min_p, rows.rows, last, search, cuts, *scratch.sums,
         t_stride, k_stride, p_stride, m_stride, ranks, count, num_warps=4, **_EXACT,
     )  # fmt: skip
-    return cuts, maxima
+    return cuts, largest

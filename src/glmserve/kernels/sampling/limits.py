@@ -16,9 +16,8 @@ from .arithmetic import (
     inverse_of,
     masses,
     min_p_steps,
-    ordered,
-    value_of,
 )
+from .kernel import largest_of, value_in
 
 BINS = tl.constexpr(1 << 11)
 # A histogram's element: a count above, below it a mass of up to 2^18 tokens of 2^28 each.
@@ -29,39 +28,17 @@ COUNT_MASK = tl.constexpr((1 << 18) - 1)
 BIN, BEFORE, TARGET, CUT = (tl.constexpr(i) for i in range(4))  # a row's search, int64
 
 
-@triton.jit(do_not_specialize=["valid", "blocks"])
-def row_maxima(
-    logits, temperature, rows, maxima, temperature_stride, width, first, valid, blocks,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid (splits, rows): ordered key of the largest logit of each row that is drawn."""
-    row = tl.program_id(1)
-    line = tl.load(rows + row).to(tl.int64)
-    if tl.load(temperature + line * temperature_stride) > 0:
-        start = tl.program_id(0) * blocks * BLOCK
-        most = tl.full([BLOCK], float("-inf"), tl.float32)
-        for block in range(blocks):
-            column = start + block * BLOCK + tl.arange(0, BLOCK)
-            inside = (column < width) & (first + column < valid)
-            x = tl.load(
-                logits + row.to(tl.int64) * width + column, mask=inside, other=float("-inf")
-            )
-            most = tl.maximum(most, x)
-        tl.atomic_max(maxima + row, ordered(tl.max(most, 0)), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["valid", "blocks", "ranks", "lines"])
+@triton.jit(do_not_specialize=["valid", "blocks", "ranks", "lines", "upper"])
 def count_steps(
-    logits, temperature, top_k, top_p, min_p, rows, maxima, search, sums,
+    logits, temperature, top_k, top_p, min_p, rows, largest, search, sums,
     temperature_stride, top_k_stride, top_p_stride, min_p_stride,
-    width, first, valid, blocks, ranks, lines,
-    FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    width, first, valid, blocks, ranks, lines, upper, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, rows): adds to sums [rows, BINS], by upper or (not FIRST) lower bits."""
+    """Grid (splits, rows): adds to sums [rows, BINS], by the upper bits or the searched lower."""
     row = tl.program_id(1)
     line = tl.load(rows + row).to(tl.int64)
     t = tl.load(temperature + line * temperature_stride).to(tl.float32)
-    if FIRST:
+    if upper:
         k = tl.load(top_k + line * top_k_stride)
         p = tl.load(top_p + line * top_p_stride)
         wanted = tl.where((t > 0) & ((k > 0) | (p < 1)), 0, -1)
@@ -70,10 +47,7 @@ def count_steps(
     if wanted >= 0:
         bound = min_p_steps(tl.load(min_p + line * min_p_stride))
         inverse = inverse_of(t)
-        key = tl.load(maxima + row)
-        for rank in range(1, ranks):
-            key = tl.maximum(key, tl.load(maxima + rank * lines + row))
-        row_max = value_of(key) * inverse
+        row_max = value_in(largest_of(largest, row, ranks, lines)) * inverse
         start = tl.program_id(0) * blocks * BLOCK
         for block in range(blocks):
             column = start + block * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +56,7 @@ def count_steps(
             distance = distances(x * inverse, row_max)
             taken = inside & (distance <= bound)  # a bound lies within the grid
             digit = distance >> 11
-            if not FIRST:
+            if upper == 0:
                 taken = taken & (digit == wanted)
                 digit = distance & (BINS - 1)
             weight = masses(distance).to(tl.int64) + ONE_COUNT
