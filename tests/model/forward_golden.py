@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from glmserve.checkpoint.reader import load_weights
-from glmserve.model.batch import StepBatch
+from glmserve.model.batch import DenseRows, StepBatch
 from glmserve.model.caches import CacheFormat, Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
@@ -129,12 +129,13 @@ class Run:
 
 
 def batches(preset: str, device: torch.device) -> list[StepBatch]:
-    """Prefill in two chunks, then steps of VERIFY rows; pages in a shuffled order."""
+    """Prefill in two chunks, then steps of VERIFY rows; pages in a shuffled order. The index keeps
+    all that the first chunk sees: it attends densely."""
     tokens, length = forward.tokens_of(preset), forward.ROWS[preset]
     pages = length // PAGE + 2
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(3))
     table = torch.stack((order.flip(0), order)).int().to(device)
-    ends = [length * 5 // 8, length - 2 * VERIFY, length - VERIFY, length]
+    ends = [length // 2, length - 2 * VERIFY, length - VERIFY, length]
     made, start = [], 0
     for end in ends:
         verify = end - start == VERIFY
@@ -146,6 +147,7 @@ def batches(preset: str, device: torch.device) -> list[StepBatch]:
                 table,
                 max_context=length,
                 rows_per_sequence=VERIFY if verify else None,
+                dense=() if start else (DenseRows(0, end, end, line=1),),
             )
         )
         start = end
@@ -216,9 +218,26 @@ def check_states(golden: Golden, result: Run, key: str) -> None:
         assert_close(name, torch.zeros_like(rows), rows, key)
 
 
-def check_choices(golden: Golden, result: Run, index_margin: float, expert_margin: float) -> None:
+@dataclass(frozen=True)
+class Margins:
+    """What counts as clear, and the share of clear places that may still be wrong."""
+
+    index: float  # of the row's standard deviation of scores
+    expert: float  # of sigmoid + bias
+    wrong: float
+
+
+MARGINS = {
+    "forward_fp32": Margins(2e-3, 2e-3, 0.0),
+    "forward_bf16": Margins(0.1, 0.02, 0.0),
+    # Scores of fp8 keys on states that are a tenth off miss 2% of these; unrelated ones miss half.
+    "forward_fp8": Margins(0.25, 0.06, 5e-2),
+}
+
+
+def check_choices(golden: Golden, result: Run, key: str) -> None:
     """The layers' own selections and experts, wherever the golden's margin is clear."""
-    scored, length = golden["scored"], len(golden["tokens"]) - 1
+    scored, length, limit = golden["scored"], len(golden["tokens"]) - 1, MARGINS[key]
     for group, margins in enumerate(golden["score_margins"].astype(np.float32)):
         own = np.zeros((length, length), dtype=bool)
         start = 0
@@ -226,23 +245,31 @@ def check_choices(golden: Golden, result: Run, index_margin: float, expert_margi
             for i, row in enumerate(chunk[group]):
                 own[start + i, row[row >= 0].numpy()] = True
             start += len(chunk[group])
-        seen = np.isfinite(margins)
-        clear = seen & (np.abs(margins) > index_margin)
-        wrong = (own[scored] != (margins > 0)) & clear
-        assert not wrong.any(), f"group {group}: {wrong.sum()} clear positions"
-        assert (own[scored].sum(1) == own[scored][0].sum()).all()  # index_topk of them, each row
-        # Most of what was left out must have been told apart, or this says nothing.
-        dropped = seen & (margins < 0)
+        seen, want = np.isfinite(margins), margins > 0
+        clear = seen & (np.abs(margins) > limit.index)
+        # index_topk of them in each row
+        assert (own[scored].sum(1) == want.sum(1)).all(), f"group {group}: how many"
+        # Half of what was left out must have been told apart, or this says nothing.
+        dropped = seen & ~want
         share = (clear & dropped).sum() / dropped.sum()
-        recall = (own[scored] & (margins > 0)).sum() / (margins > 0).sum()
-        print(f"index group {group}: recall {recall:.5f}, {share:.2f} of the dropped are clear")
-        assert share > 0.5
+        recall = (own[scored] & want).sum() / want.sum()
+        wrong = ((own[scored] != want) & clear).sum() / (clear & dropped).sum() / 2
+        print(
+            f"{key}, index group {group}: recall {recall:.5f}; {share:.2f} of the dropped are "
+            f"clear, {wrong:.5f} of these wrong"
+        )
+        assert share > 0.5, f"group {group}"
+        assert wrong <= limit.wrong, f"group {group}: {wrong}"
     for layer, margins in enumerate(golden["expert_margins"].astype(np.float32)):
         ids = torch.cat([chunk[layer] for chunk in result.experts]).numpy()
         own = np.zeros(margins.shape, dtype=bool)
         np.put_along_axis(own, ids, True, axis=1)
-        clear = np.abs(margins) > expert_margin
-        assert not ((own != (margins > 0)) & clear).any(), f"router {layer}"
+        clear = np.abs(margins) > limit.expert
+        wrong = ((own != (margins > 0)) & clear).sum() / clear.sum()
         agreement = (own == (margins > 0)).mean()
-        print(f"router {layer}: {agreement:.5f} agree, {clear.mean():.2f} are clear")
-        assert clear.mean() > 0.5
+        print(
+            f"{key}, router {layer}: {agreement:.5f} agree; {clear.mean():.2f} are clear, "
+            f"{wrong:.5f} of these wrong"
+        )
+        assert clear.mean() > 0.5, f"router {layer}"
+        assert wrong <= limit.wrong, f"router {layer}: {wrong}"

@@ -21,10 +21,10 @@ Golden = dict[str, np.ndarray[Any, Any]]
 
 
 def run_golden(
-    preset: str, seed: int, ranks: int = 1, layout: ExpertLayout = "ep"
+    preset: str, seed: int, ranks: int = 1, layout: ExpertLayout = "ep", copy: str = ""
 ) -> tuple[Golden, list[Run]]:
-    directory = golden(preset, seed)
-    with np.load(directory / "golden.npz") as file:
+    directory = golden(preset, seed, copy)
+    with np.load(directory / (f"golden_{copy}.npz" if copy else "golden.npz")) as file:
         g = dict(file)
     assert g["topk_margin_min"].min() >= MIN_INDEX_MARGIN
     assert g["mtp_topk_margin_min"] >= MIN_INDEX_MARGIN
@@ -84,6 +84,27 @@ def test_one_rank_equals_transformers(preset: str, seed: int) -> None:
 )
 def test_many_ranks_equal_transformers(preset: str, ranks: int, layout: ExpertLayout) -> None:
     g, runs = run_golden(preset, 21, ranks, layout)
+    check(g, runs[-1])
+
+
+@pytest.mark.parametrize(
+    ("preset", "copy"),
+    [("tiny", "fp8"), ("odd", "fp8"), ("tiny", "int4"), ("tiny", "awq"), ("block", "int4-g128")],
+)
+def test_quantised_weights_equal_the_dequantised_golden(preset: str, copy: str) -> None:
+    g, (run,) = run_golden(preset, 21, copy=copy)
+    check(g, run)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("preset", "copy", "layout"), [("block", "fp8", "sliced"), ("tiny", "int4", "sliced")]
+)
+def test_cuts_of_quantised_weights_equal_the_dequantised_golden(
+    preset: str, copy: str, layout: ExpertLayout
+) -> None:
+    """Eight ranks: 32 columns of a block of 128, 8 of a group of 32."""
+    g, runs = run_golden(preset, 21, 8, layout, copy)
     check(g, runs[-1])
 
 

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 EVERY_PASS = {
     "place_rows", "embed_rows", "residual_norm_rows", "split_norm_write", "turn_index_query",
     "score", "look_up", "head_product", "score_parts", "choose_experts", "sort_pairs",
-    "swiglu_rows", "combine_rows", "mtp_rows", "few_rows", "many_rows",
+    "read_latents", "attend_dense", "swiglu_rows", "combine_rows", "mtp_rows", "few_rows",
+    "many_rows",
 }  # fmt: skip
 
 
@@ -36,10 +37,10 @@ def _no_reference() -> None:
 def test_kernels_equal_the_golden(tmp_path: Path, preset: str) -> None:
     golden, device = load_golden(preset), torch.device("cuda")
     forms = [
-        (False, "model", "forward_bf16", (0.1, 0.02), {"attend_bf16"}),
-        (True, "fp8", "forward_fp8", (0.4, 0.1), {"attend", "quantise_rows"}),
+        (False, "model", "forward_bf16", {"attend_bf16"}),
+        (True, "fp8", "forward_fp8", {"attend", "quantise_rows"}),
     ]
-    for fp8, cache, key, margins, attention in forms:
+    for fp8, cache, key, attention in forms:
         directory = tmp_path / key
         forward.write_checkpoint(directory, preset, fp8)
         model = load_model(directory, preset, torch.bfloat16, device, cache, keep=fp8)  # type: ignore[arg-type]
@@ -50,4 +51,4 @@ def test_kernels_equal_the_golden(tmp_path: Path, preset: str) -> None:
         missing = (EVERY_PASS | attention) - set(kernels)
         assert not missing, f"{preset} {key}: never launched {missing}"
         check_states(golden, result, key)
-        check_choices(golden, result, *margins)
+        check_choices(golden, result, key)

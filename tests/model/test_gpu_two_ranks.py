@@ -29,9 +29,9 @@ from tests.model.kernel_launches import launched
 from tests.tolerances import assert_close
 
 PEER_ROWS = 100  # the first prefill chunk has more and goes through NCCL
-FORMS: list[tuple[bool, CacheFormat, str, tuple[float, float]]] = [
-    (False, "model", "forward_bf16", (0.1, 0.02)),
-    (True, "fp8", "forward_fp8", (0.4, 0.1)),
+FORMS: list[tuple[bool, CacheFormat, str]] = [
+    (False, "model", "forward_bf16"),
+    (True, "fp8", "forward_fp8"),
 ]
 
 
@@ -52,7 +52,7 @@ def _rank_main(rank: int, size: int, port: int, directory: str) -> None:
     allow_reference(False)
     group, golden = TorchGroup(rank, size), load_golden("pair")
     group.share_memory(PEER_ROWS, forward.CONFIGS["pair"]["hidden_size"])
-    for fp8, cache, key, margins in FORMS:
+    for fp8, cache, key in FORMS:
         place = Path(directory) / key
         model = load_model(place, "pair", torch.bfloat16, device, cache, fp8, group)
         with launched() as kernels:
@@ -60,7 +60,7 @@ def _rank_main(rank: int, size: int, port: int, directory: str) -> None:
         assert kernels["one_shot"] > 0
         assert (kernels["two_shot"] > 0) == (size > 2)
         check_states(golden, result, key)
-        check_choices(golden, result, *margins)
+        check_choices(golden, result, key)
         mine = _states(result).to(device)
         everyone = group.all_gather(mine)
         assert all(torch.equal(everyone[0], other) for other in everyone[1:])
@@ -77,7 +77,7 @@ def _rank_main(rank: int, size: int, port: int, directory: str) -> None:
 def test_two_gpus_give_what_one_gives(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs that see each other")
-    for fp8, _, key, _ in FORMS:
+    for fp8, _, key in FORMS:
         forward.write_checkpoint(tmp_path / key, "pair", fp8)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

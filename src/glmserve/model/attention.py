@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Absorbed sparse attention of one layer: the rank's heads over the index group's selection.
+"""Attention of one layer: the rank's heads over the index group's selection, absorbed; or, for
+prefill rows that the index would not thin out, over everything before them, unabsorbed.
 
 The A-projection and both caches are the same on every rank; heads are divided, so the result is a
 partial sum for the layer boundary. Not its job: that sum, and the selection of shared layers, which
@@ -8,9 +9,11 @@ comes from the full layer before them.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from glmserve.checkpoint.weights import AttentionWeights
+from glmserve.kernels.dense_mla import dense_mla
 from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
 from glmserve.kernels.linear import QuantWeight, linear
 from glmserve.kernels.quantise import QuantRows, quantise
@@ -18,6 +21,7 @@ from glmserve.kernels.query_side import absorb_query
 from glmserve.kernels.residual_norm import Normed
 from glmserve.kernels.sparse_mla import sparse_mla
 from glmserve.kernels.value_up import value_up
+from glmserve.model.batch import DenseRows
 from glmserve.model.caches import LayerCache
 from glmserve.model.indexer import Indexer
 from glmserve.model.step import Selection, Step
@@ -95,8 +99,47 @@ class Attention:
             if taps is not None:
                 selection = taps.selected(selection, step)
         query = linear(latent_rows, w.q_b).view(len(q_latent), -1, c.qk_head_dim)
-        query = absorb_query(query, self.w_uk, step.rope)
+        attended: list[Tensor] = []
+        at = 0
+        for chunk in step.batch.dense:
+            if chunk.context > c.index_topk:
+                continue
+            if chunk.first > at:
+                some = slice(at, chunk.first)
+                attended.append(self._sparse(query, step, cache, selection, some))
+            attended.append(self._dense(query, step, cache, chunk))
+            at = chunk.first + chunk.rows
+        if at < len(query):
+            attended.append(self._sparse(query, step, cache, selection, slice(at, len(query))))
+        values = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return linear(values, w.o_proj), selection
+
+    def _sparse(
+        self, query: Tensor, step: Step, cache: LayerCache, selection: Selection, some: slice
+    ) -> Tensor:
+        """[n, H * v] of rows that attend to their selections, absorbed."""
         latent = sparse_mla(
-            query, cache.latent, selection.slots, c.kv_lora_rank, self.scale, self.latent_bound
+            absorb_query(query[some], self.w_uk, step.rope[some]),
+            cache.latent,
+            selection.slots[some],
+            self.config.kv_lora_rank,
+            self.scale,
+            self.latent_bound,
         )
-        return linear(value_up(latent, self.w_uv), w.o_proj), selection
+        return value_up(latent, self.w_uv)
+
+    def _dense(self, query: Tensor, step: Step, cache: LayerCache, chunk: DenseRows) -> Tensor:
+        """[n, H * v] of rows whose selections would be everything before them."""
+        some = slice(chunk.first, chunk.first + chunk.rows)
+        return dense_mla(
+            query[some],
+            step.rope[some],
+            cache.latent,
+            step.batch.page_table,
+            chunk.line,
+            self.weights.kv_b,
+            chunk.context + step.first,
+            step.first,
+            self.scale,
+            step.batch.page_size,
+        )

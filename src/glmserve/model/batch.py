@@ -7,12 +7,23 @@ Not its job: which rows run (the scheduler's) or what the caches hold (`caches`)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from glmserve.kernels.slot_lookup import slot_lookup
 from glmserve.kernels.take_rows import take_rows
+
+
+class DenseRows(NamedTuple):
+    """Adjacent rows of one sequence that are known to see everything up to themselves, and few
+    enough that the index would keep it all: a prefill chunk at a prompt's start."""
+
+    first: int  # row of the batch
+    rows: int
+    context: int  # positions that the last of them sees
+    line: int  # of the page table
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,9 @@ class StepBatch:
     max_context: int | None = None
     # Every sequence of the batch has exactly so many adjacent rows; None where they differ.
     rows_per_sequence: int | None = None
+    # Rows that may attend densely; their chunks ascend. The host's knowledge, so not for batches
+    # that are captured.
+    dense: tuple[DenseRows, ...] = ()
 
     def select(self, rows: Tensor) -> StepBatch:
         """The batch of some rows, by index [N] int64."""
@@ -47,12 +61,13 @@ class StepBatch:
             positions=take_rows(self.positions, rows),
             row_seq=take_rows(self.row_seq, rows),
             rows_per_sequence=None,
+            dense=(),
         )
 
     def advance(self) -> StepBatch:
         """The same rows one position later, for the next draft pass (which reads no tokens)."""
         bound = None if self.max_context is None else self.max_context + 1
-        return replace(self, ahead=self.ahead + 1, max_context=bound)
+        return replace(self, ahead=self.ahead + 1, max_context=bound, dense=())
 
     def slots(self, positions: Tensor) -> Tensor:
         """Physical cache rows [R, k] of each row's sequence at `positions` [R, k]; -1 stays -1."""

@@ -21,12 +21,13 @@ from glmserve.config import PAGE_SIZE
 from glmserve.kernels.row_state import columns, place_rows
 from glmserve.kernels.take_rows import take_rows
 from glmserve.messages import PrefillChunk, StepPlan
-from glmserve.model.batch import StepBatch
+from glmserve.model.batch import DenseRows, StepBatch
 from glmserve.runtime.row_state import RowState
 from glmserve.runtime.uploads import Upload, upload
 
 _LAST_DOUBLING = 128
 _BUCKET_STEP = 64
+DENSE_ROWS = 512  # of a prefill chunk from which on dense attention is worth its own launches
 
 
 def bucket_of(rows: int) -> int:
@@ -142,9 +143,21 @@ def pack(plan: StepPlan, places: Places, state: RowState, max_context: int | Non
         PAGE_SIZE,
         max_context=max_context,
         rows_per_sequence=places.width if shape and not shape.mixed else None,
+        dense=() if shape else _dense_rows(plan, places),
     )
     drawn = drawing[0] if drawing else None
     return Layout(batch, following, next_positions, ahead, sequences, drawn, source)
+
+
+def _dense_rows(plan: StepPlan, places: Places) -> tuple[DenseRows, ...]:
+    """Long prefill chunks, which the model attends densely if the index keeps all they see. Steps
+    that are captured have shorter ones, so a chunk's length alone decides on its bits."""
+    found, at = [], len(places.decode) * places.width
+    for chunk in plan.prefill:
+        if chunk.length >= DENSE_ROWS:
+            found.append(DenseRows(at, chunk.length, chunk.start + chunk.length, chunk.row))
+        at += chunk.length
+    return tuple(found)
 
 
 def step_arrays(plan: StepPlan, places: Places, state: RowState) -> list[npt.NDArray[Any]]:
