@@ -113,6 +113,8 @@ def test_every_family_of_the_table_is_scraped_with_its_text(drafting: Server) ->
         assert f"# HELP glm_dsa:{name} {metric.doc}\n" in text
         assert f"# TYPE glm_dsa:{name} {kind}\n" in text
         assert re.search(rf"^glm_dsa:{metric.name}\w*\{{", text, re.MULTILINE), metric.name
+    assert drafting.metrics()['expert_tokens_total{rank="0"}'] > 0
+    assert drafting.metrics()["expert_imbalance"] >= 1.0
     buckets = {
         float(bound[1]): value
         for key, value in drafting.metrics().items()
