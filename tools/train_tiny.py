@@ -71,8 +71,9 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
+    seed = args.seed + (500 if args.resume else 0)  # other conversations than before
     data = DataLoader(
-        Data(args.out, args.seed, args.width, args.rows, args.longest),
+        Data(args.out, seed, args.width, args.rows, args.longest),
         batch_size=None,
         num_workers=args.workers,
         prefetch_factor=4 if args.workers else None,

@@ -9,6 +9,7 @@ what the models do, and restarting a server that died.
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import secrets
@@ -235,18 +236,19 @@ def _arguments(options: ServeOptions, ports: Ports, shm_prefix: str) -> list[str
 
 
 def _default_checkpoint(on_gpu: bool) -> Path:
-    """`checkpoints/tiny` of the project, or on a GPU `checkpoints/block`, whose sizes the kernels
-    serve; made on first use, in a process that may import torch."""
-    preset = "block" if on_gpu else "tiny"
-    directory = _PROJECT / "checkpoints" / preset
+    """The trained `checkpoints/tiny` of the project. On a GPU a random `checkpoints/block`, whose
+    sizes the kernels serve: made on first use, in a process that may import torch."""
+    directory = _PROJECT / "checkpoints" / ("block" if on_gpu else "tiny")
     if (directory / "config.json").is_file():
         return directory
+    if not on_gpu:
+        raise ConfigError("checkpoint", str(directory), "is not there: name another")
     _say(f"making a small random checkpoint in {directory}")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{preset}-", dir=directory.parent))
+    building = Path(tempfile.mkdtemp(prefix=".block-", dir=directory.parent))
     command = [sys.executable, "-m", "glmserve.cli", "make-checkpoint", str(building)]
     try:
-        subprocess.run([*command, "--preset", preset], env=env.child_environment(), check=True)
+        subprocess.run([*command, "--preset", "block"], env=env.child_environment(), check=True)
         building.chmod(0o755)
         try:
             building.rename(directory)
@@ -261,7 +263,8 @@ def _default_checkpoint(on_gpu: bool) -> Path:
 
 
 def _announce(ports: Ports) -> None:
-    body = '{"text_input": "Once upon a time", "max_tokens": 32, "temperature": 0}'
+    messages = json.dumps([{"role": "user", "content": "What is 12 + 30?"}])
+    body = json.dumps({"messages": messages, "max_tokens": 128, "temperature": 0})
     print(
         f"ready: http {ports.host}:{ports.http}, grpc {ports.host}:{ports.grpc}, "
         f"metrics {ports.host}:{ports.metrics}\n"
