@@ -8,10 +8,10 @@ those that end. Only the engine's thread is timed (its CPU time, waiting exclude
 
 So that a million tokens cost little to set up, all requests have the same prompt: the first one
 brings it into the pages, the others find it there. Each still has its own page table, keys and
-tokens, which is what a step might walk through. `--private` gives each a prompt of its own.
+tokens, which is what a step might walk through. For `--private` lengths each has its own prompt.
 
-    python bench/engine.py [--rows 256] [--steps 300] [--drafts 3] [--repeats 3] [--private]
-        [--context 1000 20000 100000 1000000] [--write]
+    python bench/engine.py [--rows 256] [--steps 300] [--drafts 3] [--repeats 5]
+        [--context 1000 20000 100000 1000000] [--private 20000] [--write]
 
 `--write` records the figures in bench/results/engine.json.
 """
@@ -27,6 +27,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class Engine:
         plans, results = BroadcastRing.create(1, RING), BroadcastRing.create(1, RING)
         ours, theirs = Pipe()
         self.children = []
-        for job in (
+        jobs: tuple[Callable[[], None], ...] = (
             lambda: run_rank(
                 BroadcastRing.attach_reader(plans.fd, 0),
                 BroadcastRing.attach_writer(results.fd),
@@ -116,7 +117,8 @@ class Engine:
                 config.drafts,
             ),
             lambda: drain(theirs),
-        ):
+        )
+        for job in jobs:
             pid = os.fork()
             if pid == 0:
                 move_to(-1)
@@ -221,23 +223,34 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--drafts", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--context", type=int, nargs="+", default=[1000, 20000, 100_000, 1_000_000])
-    parser.add_argument("--private", action="store_true")
+    parser.add_argument("--private", type=int, nargs="*", default=[20000])
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     figures = []
-    for repeat in range(args.repeats):  # the contexts in turn: a busy minute hits all of them
-        for context in args.context:
-            figure = measure(args.rows, args.steps, args.drafts, context, args.private)
+    points = [(n, False) for n in args.context] + [(n, True) for n in args.private]
+    for repeat in range(args.repeats):  # the points in turn: a busy minute hits all of them
+        for context, private in points:
+            figure = measure(args.rows, args.steps, args.drafts, context, private)
             figures.append(figure | {"repeat": repeat})
             print(json.dumps(figures[-1]), flush=True)
-    medians = {
-        context: statistics.median(f["median_ms"] for f in figures if f["context"] == context)
-        for context in args.context
-    }
-    print("median of medians, ms:", medians)
+    summary = []
+    for context, private in points:
+        prompts = "private" if private else "shared"
+        found = [f for f in figures if (f["context"], f["prompts"]) == (context, prompts)]
+        medians = [f["median_ms"] for f in found]
+        summary.append(
+            {
+                "context": context,
+                "prompts": prompts,
+                "median_ms": round(statistics.median(medians), 3),
+                "best_median_ms": min(medians),
+                "min_ms": min(f["min_ms"] for f in found),
+            }
+        )
+        print(json.dumps(summary[-1]))
     if args.write:
         record = {
             "cpu": cpu_name(),
@@ -246,6 +259,7 @@ def main() -> int:
             "date": datetime.date.today().isoformat(),
             "load_average": round(load, 2),
             "command": " ".join(["python", *sys.argv]),
+            "summary": summary,
             "figures": figures,
         }
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
