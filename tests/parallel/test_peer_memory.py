@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
@@ -56,3 +57,5 @@ def test_ranks_on_two_gpus_get_the_same_bits() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     torch.multiprocessing.spawn(_rank_main, (2, port), nprocs=2)  # raises what a rank raised
+    # Python's own helper of spawned processes would stay until this process ends.
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
