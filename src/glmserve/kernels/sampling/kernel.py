@@ -70,6 +70,29 @@ def publish(best, arrived, out, row, pair, splits, decode):
         tl.store(out + row, joined)
 
 
+@triton.jit
+def best_noisy(x, words, ids, pair, BLOCK: tl.constexpr):
+    """The largest pair of x + noise and of what is known, at a tenth of the noise's cost.
+
+    Bounds come first; exact values then only for what may still win, the best bound first. Bounds
+    are tight for large noise, so one or two do, unless logits are so large that noise drowns.
+    """
+    bounds = x + noise_bound(words)
+    most = tl.max(bounds, 0)
+    lane = tl.arange(0, BLOCK)
+    while (most >= value_in(pair)) & (most > float("-inf")):
+        at = tl.min(tl.where(bounds == most, lane, BLOCK), 0)
+        here = lane == at
+        word = tl.sum(tl.where(here, words, 0), 0).to(tl.uint32)
+        value = tl.max(tl.where(here, x, float("-inf")), 0) + noise_of(word)
+        key = ordered(value).to(tl.int64) << 32
+        taken = tl.max(tl.where(here, ids, 0), 0)
+        pair = tl.maximum(pair, key | (taken ^ LAST_ID).to(tl.int64))
+        bounds = tl.where(here, float("-inf"), bounds)
+        most = tl.max(bounds, 0)
+    return pair
+
+
 @triton.jit(do_not_specialize=["valid", "splits", "blocks", "decode"])
 def greedy(
     logits, best, arrived, out, width, first, valid, splits, blocks, decode, BLOCK: tl.constexpr,
@@ -111,7 +134,7 @@ def draw(
         cut = tl.load(cuts + row)
         row_max = value_in(largest_of(largest, row, ranks, lines)) * inverse
     start = tl.program_id(0) * blocks * BLOCK
-    # Ids ascend from block to block: a later one has to be larger.
+    # Ids ascend from block to block: a later one has to be larger. Outside ids are -inf.
     pair = lowest_pair(group * 4 + tl.maximum(start, offset))
     for block in range(blocks):
         begin = start + block * BLOCK
@@ -124,13 +147,11 @@ def draw(
             x = x * inverse
             if LIMITS:
                 x = tl.where(distances(x, row_max) <= cut, x, float("-inf"))
-            least = value_in(pair)
-            if tl.max(x, 0) + MOST_NOISE > least:
+            if tl.max(x, 0) + MOST_NOISE > value_in(pair):
                 groups = group + begin // 4 + tl.arange(0, BLOCK // 4)
                 w0, w1, w2, w3 = philox(seed, position, groups)
                 words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-                if tl.max(x + noise_bound(words), 0) > least:
-                    pair = tl.maximum(pair, pair_of(x + noise_of(words), ids, inside))
+                pair = best_noisy(x, words, ids, pair, BLOCK)
         else:
             pair = tl.maximum(pair, pair_of(x, ids, inside))
     publish(best, arrived, out, row, pair, splits, decode)

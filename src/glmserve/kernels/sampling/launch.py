@@ -17,7 +17,7 @@ from . import kernel, limits
 from .rows import SamplingRows
 
 MAX_VOCABULARY = 1 << 18  # a histogram's element holds that many counts
-_BLOCK = 512
+_BLOCK = 256
 _PROGRAMS = 4224  # of one warp: what 132 multiprocessors hold at once
 _EXACT = {"enable_fp_fusion": False}  # reference.py rounds after each operation
 
@@ -64,7 +64,7 @@ def unserved(dtype: torch.dtype, vocabulary: int) -> dict[str, object]:
     return wrong
 
 
-def _split(rows: int, width: int, block: int = _BLOCK) -> tuple[int, int]:
+def _split(rows: int, width: int, block: int) -> tuple[int, int]:
     """(programs a row, blocks a program)."""
     total = -(-width // block)
     blocks = -(-total // max(1, min(total, _PROGRAMS // max(rows, 1))))
@@ -77,10 +77,10 @@ def greedy(logits: Tensor, shard: Shard, scratch: Scratch, decode: bool) -> Tens
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
-    splits, blocks = _split(rows, shard.width, 2 * _BLOCK)
+    splits, blocks = _split(rows, shard.width, 4 * _BLOCK)
     kernel.greedy[(splits, rows)](
         logits, scratch.best, scratch.arrived, out, shard.width, shard.first, shard.valid,
-        splits, blocks, int(decode), 2 * _BLOCK, num_warps=1,
+        splits, blocks, int(decode), 4 * _BLOCK, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -99,7 +99,7 @@ def draw(
     if count == 0:
         return out
     offset = shard.first & 3
-    splits, blocks = _split(count, shard.width + offset)
+    splits, blocks = _split(count, shard.width + offset, _BLOCK)
     cut, largest = (scratch.arrived, scratch.best[None]) if cuts is None else cuts
     kernel.draw[(splits, count)](
         logits, rows.temperature, rows.seeds, rows.rows, rows.positions, cut, largest,
@@ -132,7 +132,7 @@ def find_cuts(
     gather: [...] -> [N, ...], the tensors of all ranks.
     """
     count, device = len(logits), logits.device
-    splits, blocks = _split(count, shard.width)
+    splits, blocks = _split(count, shard.width, 2 * _BLOCK)
     temperature, top_k, top_p, min_p = rows.temperature, rows.top_k, rows.top_p, rows.min_p
     place = shard.width, shard.first, shard.valid, blocks
     search = scratch.search
@@ -147,7 +147,7 @@ def find_cuts(
         limits.count_steps[(splits, count)](
             logits, temperature, top_k, top_p, min_p, rows.rows, largest, search, own,
             t_stride, k_stride, p_stride, m_stride, *place, ranks, count,
-            int(which == 0), _BLOCK, num_warps=1, **_EXACT,
+            int(which == 0), 2 * _BLOCK, num_warps=1, **_EXACT,
         )  # fmt: skip
         return gather(own)
 
