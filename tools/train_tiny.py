@@ -59,7 +59,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
-    config = export.new_config(args.out, args.sizes)
+    if args.resume:
+        config = export.same_config(args.resume, args.out)
+    else:
+        config = export.new_config(args.out, args.sizes)
     twin = Twin(config, args.seed)
     if args.resume:
         export.load_weights(twin, args.resume)

@@ -63,6 +63,12 @@ def test_files_are_small_and_complete() -> None:
         config.check_ranks(8, layout)
 
 
+def test_settings_and_tokenizer_are_what_the_generator_makes(tmp_path: Path) -> None:
+    export.new_config(tmp_path, "tiny")
+    for name in export.CONFIG_FILES:
+        assert (tmp_path / name).read_bytes() == (DIRECTORY / name).read_bytes(), name
+
+
 @pytest.mark.processes
 def test_held_out_answers_are_right_and_drafts_are_accepted(
     requests: list[dict[str, Any]], run: Run

@@ -19,11 +19,18 @@ from torch import Tensor
 from glmserve.checkpoint.layout import checkpoint_tensors
 from glmserve.checkpoint.safetensors_header import INDEX_NAME
 from glmserve.model_config import ModelConfig
-from tools.tiny.sizes import raw_config
+from tools.tiny.sizes import SIZES, raw_config
 from tools.tiny.tokens import make_tokenizer
 from tools.tiny.twin import Layer, Mlp, Moe, Twin
 
 SHARDS = 2
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def parameters(twin: Twin) -> dict[str, Tensor]:
@@ -91,8 +98,6 @@ def _mlp(prefix: str, mlp: Mlp, expert: int) -> list[tuple[str, Tensor]]:
 
 def new_config(directory: Path, sizes: str) -> ModelConfig:
     """Writes config.json, generation_config.json and the tokenizer's files."""
-    from tools.tiny.sizes import SIZES
-
     directory.mkdir(parents=True, exist_ok=True)
     info = make_tokenizer(directory, SIZES[sizes]["vocab_size"])
     raw = raw_config(sizes, list(info.eos_token_ids), info.pad_token_id)
@@ -108,6 +113,14 @@ def new_config(directory: Path, sizes: str) -> ModelConfig:
         },
     )
     return ModelConfig.from_dict(raw)
+
+
+def same_config(earlier: Path, directory: Path) -> ModelConfig:
+    """Copies what `new_config` wrote: weights belong to one tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in CONFIG_FILES:
+        (directory / name).write_bytes((earlier / name).read_bytes())
+    return ModelConfig.from_file(directory / "config.json")
 
 
 def save_weights(twin: Twin, directory: Path) -> int:
