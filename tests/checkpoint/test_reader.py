@@ -116,9 +116,9 @@ def test_a_rank_reads_only_its_ranges(
     asked: list[tuple[str, int, int]] = []
     real = Loader._read
 
-    def read(self: Loader, file: Path, start: int, buffer: Tensor) -> None:
-        asked.append((file.name, start, len(buffer)))
-        real(self, file, start, buffer)
+    def read(self: Loader, file: Path, start: int, targets: list[Tensor]) -> None:
+        asked.append((file.name, start, sum(t.numel() * t.element_size() for t in targets)))
+        real(self, file, start, targets)
 
     monkeypatch.setattr(Loader, "_read", read)
     config = ModelConfig.from_file(pristine / "config.json")

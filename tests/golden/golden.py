@@ -3,7 +3,7 @@
 """Tiny GlmMoeDsa oracle: seeded random checkpoint in the released layout + golden activations.
 
 usage:  golden.py [--out DIR] [--preset tiny|odd|block] [--dtype float32|bfloat16]
-                  [--seed N] [--prompt-len N] [--new N] [--fp8] [--no-mtp]
+                  [--seed N] [--prompt-len N] [--new N] [--fp8] [--copy FORMAT] [--no-mtp]
 
 float32 is the parity oracle.  bfloat16 output is informative only: rounding reorders near-tied
 indexer and router scores (transformers' eager and sdpa attention already disagree there).
@@ -13,6 +13,8 @@ writes  DIR/config.json, generation_config.json, model.safetensors
         DIR/golden.npz          see KEYS
         DIR/fp8/                (--fp8) block-[128,128] e4m3 copy; golden_fp8.npz is transformers
                                 run on the de-quantised weights (activations are not quantised)
+        DIR/FORMAT/             (--copy int4, int4-g128, int4-int8 or awq) the same with integers,
+                                golden_FORMAT.npz
 
 All norms, the correction bias and all projections are non-degenerate.  index_topk is far below the
 sequence length, so the sparse selection changes the logits (the script asserts it).
@@ -49,7 +51,11 @@ from torch import Tensor
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from oracle import LAYERS, PRESETS, Mtp, Recorder, fill, hf, make_config
+
+from glmserve.checkpoint.quantiser import FORMATS, quantise
+from tests.checkpoint.plain_copies import dequantise_all
 
 VERIFIED = "5.24.0"  # other 5.x releases have a wrong indexer RoPE
 DRAFTS = 5
@@ -234,6 +240,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=0)
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--copy", default="", choices=[f for f in FORMATS if f != "bf16"])
     parser.add_argument("--no-mtp", action="store_true")
     return parser.parse_args()
 
@@ -278,31 +285,38 @@ def load(directory: Path, dtype: torch.dtype, attention: str = "eager") -> Any:
     )
 
 
-def write_fp8(
+def write_copy(
     a: argparse.Namespace,
+    form: str,
     config: GlmMoeDsaConfig,
     mtp: Mtp | None,
     tensors: dict[str, Tensor],
     prompt: Tensor,
     reference: Arrays,
 ) -> None:
-    quantised, plain = fp8_blocks(tensors)
-    out = a.out / "fp8"
+    if form == "fp8":
+        quantised, plain = fp8_blocks(tensors)
+    else:
+        quantised = quantise(tensors, form)
+        plain = dequantise_all(quantised)
+    out = a.out / form
     out.mkdir()
     save(quantised, out)
-    kept = sorted(
-        name.removesuffix(".weight")
-        for name, value in quantised.items()
-        if value.dtype != torch.float8_e4m3fn and name.endswith(".weight")
-    )
     raw = json.loads((a.out / "config.json").read_text())
-    raw["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": kept,
-    }
+    raw["quantization_config"] = {"quant_method": {"awq": "awq"}.get(form, "compressed-tensors")}
+    if form == "fp8":
+        kept = sorted(
+            name.removesuffix(".weight")
+            for name, value in quantised.items()
+            if value.dtype != torch.float8_e4m3fn and name.endswith(".weight")
+        )
+        raw["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": kept,
+        }
     (out / "config.json").write_text(json.dumps(raw, indent=1, sort_keys=True))
     temporary = a.out / "_deq"
     temporary.mkdir()
@@ -313,12 +327,13 @@ def write_fp8(
     if mtp is not None:
         mtp.load_checkpoint(plain)
     g = goldens(model, mtp, config, prompt, a.new)
-    np.savez_compressed(out / "golden_fp8.npz", **g)
+    np.savez_compressed(out / f"golden_{form}.npz", **g)
     shutil.rmtree(temporary)
-    count = sum(value.dtype == torch.float8_e4m3fn for value in quantised.values())
+    count = sum(not value.dtype.is_floating_point for value in quantised.values())
+    count += sum(value.dtype == torch.float8_e4m3fn for value in quantised.values())
     shift = np.abs(g["logits_prefill"] - reference["logits_prefill"]).max()
-    print(f"  fp8: {count} fp8 weights, logits shift {shift:.3f}")
-    print(f"  fp8 margins: {margins(g)}")
+    print(f"  {form}: {count} quantised tensors, logits shift {shift:.3f}")
+    print(f"  {form} margins: {margins(g)}")
 
 
 def main() -> None:
@@ -362,8 +377,8 @@ def main() -> None:
     if mtp is not None:
         for share, words in ((0, "own index"), (1, "shared index")):
             print(f"  mtp drafts, {words}", g[f"mtp_draft_tokens_share{share}"].tolist())
-    if a.fp8:
-        write_fp8(a, config, mtp, tensors, prompt, g)
+    for form in dict.fromkeys([*(["fp8"] if a.fp8 else []), *([a.copy] if a.copy else [])]):
+        write_copy(a, form, config, mtp, tensors, prompt, g)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,16 @@ def test_help_names_every_option_and_key() -> None:
         [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    for option in ("--out", "--preset", "--dtype", "--seed", "--prompt-len", "--new", "--fp8"):
+    for option in (
+        "--out",
+        "--preset",
+        "--dtype",
+        "--seed",
+        "--prompt-len",
+        "--new",
+        "--fp8",
+        "--copy",
+    ):
         assert option in result.stdout
     keys = result.stdout.split("KEYS of golden.npz")[1].split("\noptions:")[0]
     with np.load(golden("tiny", 21) / "golden.npz") as g:

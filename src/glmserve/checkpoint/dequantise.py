@@ -20,31 +20,40 @@ from glmserve.kernels.experts.reference import pack_nibbles
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that nibble k of a word belongs to
 
 
-def dequantise(
-    weight: StoredWeight, part: Part, raw: Mapping[str, Tensor], dtype: torch.dtype
-) -> Tensor:
-    """The slice `part` of the weight, fp32 or wider; `raw` holds its `StoredWeight.slices`."""
-    acc = torch.promote_types(dtype, torch.float32)
+def dequantise(weight: StoredWeight, part: Part, raw: Mapping[str, Tensor], out: Tensor) -> None:
+    """Fills `out` with the slice `part` of the weight; `raw` holds its `StoredWeight.slices`."""
+    acc = torch.promote_types(out.dtype, torch.float32)
     rows, columns = part
     scales = raw["scales"].to(acc)
     if weight.scheme is Scheme.BLOCK_FP8:
-        spread = scales[_within(rows, BLOCK)][:, _within(columns, BLOCK)]
-        return raw["values"].to(acc) * spread
+        _block_fp8(raw["values"], scales, rows, columns, out)
+        return
     group = _within(columns, weight.group)
     if weight.scheme is Scheme.AWQ:
         q = _awq_nibbles(raw["values"], rows)
         z = _awq_nibbles(raw["zeros"], rows)[group]
-        return ((q - z).to(acc) * scales[group]).t()
+        out.copy_(((q - z).to(acc) * scales[group]).t())
+        return
     if weight.scheme is Scheme.INT8:
-        return raw["values"].to(acc) * scales[:, group]
+        out.copy_(raw["values"].to(acc) * scales[:, group])
+        return
     q = _unpack(raw["values"], weight.bits)[:, _inside(columns, 32 // weight.bits)]
-    half = 1 << (weight.bits - 1)
-    if "zeros" in raw:
+    if "zeros" in raw:  # both have half of the range added
         z = _unpack(raw["zeros"].t(), weight.bits).t()[_inside(rows, 32 // weight.bits)]
-        q = q - z[:, group]  # both have `half` added
+        q = q - z[:, group]
     else:
-        q = q - half
-    return q.to(acc) * scales[:, group]
+        q = q - (1 << (weight.bits - 1))
+    out.copy_(q.to(acc) * scales[:, group])
+
+
+def _block_fp8(values: Tensor, scales: Tensor, rows: slice, columns: slice, out: Tensor) -> None:
+    """One row of blocks at a time, which stays in a CPU's cache."""
+    spread = scales[:, _within(columns, BLOCK)]
+    begin = 0
+    for line in spread:
+        end = min((rows.start + begin) // BLOCK * BLOCK + BLOCK, rows.stop) - rows.start
+        out[begin:end] = values[begin:end].to(scales.dtype) * line
+        begin = end
 
 
 def repack_awq(raw: Mapping[str, Tensor], rows: slice) -> Int4Weight:

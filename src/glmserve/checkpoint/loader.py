@@ -2,9 +2,9 @@
 """Moves a rank's bytes from files into the final tensors: ranged reads, several at once.
 
 Rows of a tensor are one range of its file. A slice of columns is read as whole rows, because
-storage hands out blocks and other ranks want the rest of them anyway, and cut in memory. On CUDA
-the bytes pass through pinned memory on a stream of each thread. Not its job: which bytes
-(`reader`).
+storage hands out blocks and other ranks want the rest of them anyway, and cut in memory. Bytes that
+stay as they are go straight to their place on a CPU; otherwise they pass through a thread's staging
+memory, on CUDA pinned and with a stream of the thread. Not its job: which bytes (`reader`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from glmserve.errors import CheckpointError
 CHUNK = 32 << 20  # bytes of one read
 THREADS = 8
 ATTEMPTS = 3  # reads of a range before its file counts as failed
+_MOST_PIECES = 1000  # one call of preadv fills at most 1024 buffers
 _PAUSE = 0.2  # seconds before the second attempt, doubled after that
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -59,6 +60,13 @@ class Piece:
     @property
     def nbytes(self) -> int:
         return self.rows * self.pitch
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file's bytes are what the target's memory holds."""
+        target = self.target
+        same = target.dtype == DTYPES[self.source.dtype] and target.device.type == "cpu"
+        return same and self.columns is None and target.is_contiguous()
 
     def split(self, limit: int) -> Iterator[Piece]:
         step = max(1, limit // self.pitch)
@@ -124,7 +132,8 @@ def piece(source: StoredTensor, part: Part, target: Tensor) -> Piece:
 
 
 def copies(pieces: Sequence[Piece], chunk: int = CHUNK) -> list[Copy]:
-    """Pieces in file order, cut to `chunk` bytes and joined where one begins as another ends."""
+    """Pieces in file order, cut to `chunk` bytes and joined where one begins as another ends and
+    both go the same way."""
     cut = [part for whole in pieces for part in whole.split(chunk)]
     cut.sort(key=lambda p: (p.source.file, p.start))
     groups: list[list[Piece]] = []
@@ -135,7 +144,9 @@ def copies(pieces: Sequence[Piece], chunk: int = CHUNK) -> list[Copy]:
             last is not None
             and last.source.file == part.source.file
             and last.start + last.nbytes == part.start
+            and last.direct == part.direct
             and size + part.nbytes <= chunk
+            and len(groups[-1]) < _MOST_PIECES
         )
         if joins:
             groups[-1].append(part)
@@ -160,7 +171,8 @@ class Loader:
         self._stale: list[int] = []
         self._lock = threading.Lock()
         self._local = threading.local()
-        largest = max((job.nbytes for job in self.jobs if isinstance(job, Copy)), default=1)
+        staged = (j for j in self.jobs if isinstance(j, Copy) and not j.pieces[0].direct)
+        largest = max((job.nbytes for job in staged), default=1)
         self._staging = -(-largest // 4096) * 4096
 
     @property
@@ -226,15 +238,22 @@ class Loader:
                 time.sleep(_PAUSE * 2**attempt)
 
     def _copy(self, job: Copy) -> None:
+        if job.pieces[0].direct:
+            self._read(job.file, job.start, [part.target for part in job.pieces])
+            return
         device = job.pieces[0].target.device
         buffer = self._buffer(device)[: job.nbytes]
-        self._read(job.file, job.start, buffer)
+        self._read(job.file, job.start, [buffer])
         with self._stream(device):
             for part in job.pieces:
                 begin = part.start - job.start
-                part.target.copy_(
-                    _typed(buffer[begin : begin + part.nbytes], part, device), non_blocking=True
-                )
+                numbers = _typed(buffer[begin : begin + part.nbytes], part)
+                if numbers.dtype != part.target.dtype or part.columns is not None:
+                    # Converted and cut where that is fast; the temporary holds whole rows.
+                    numbers = numbers.to(device, non_blocking=True)
+                if part.columns is not None:
+                    numbers = numbers[:, part.columns]
+                part.target.copy_(numbers, non_blocking=True)
 
     def _convert(self, job: Convert) -> None:
         raw: dict[str, Tensor] = {}
@@ -243,20 +262,24 @@ class Loader:
                 source = job.weight.parts[role]
                 whole = piece(source, part, torch.empty(0))
                 buffer = torch.empty(whole.nbytes, dtype=torch.uint8)
-                self._read(source.file, whole.start, buffer)
-                raw[role] = _typed(buffer, whole, job.device)
+                self._read(source.file, whole.start, [buffer])
+                numbers = _typed(buffer, whole).to(job.device)
+                raw[role] = numbers if whole.columns is None else numbers[:, whole.columns]
             job.finish(raw)
 
-    def _read(self, file: Path, start: int, buffer: Tensor) -> None:
-        """Fills `buffer` from the file; OSError says where it went wrong."""
-        target = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    def _read(self, file: Path, start: int, targets: list[Tensor]) -> None:
+        """Fills the contiguous targets one after the other; OSError says where it went wrong."""
+        left = [memoryview(t.view(torch.uint8).numpy()).cast("B") for t in targets]  # type: ignore[arg-type]
         handle = self._open(file)
-        done = 0
-        while done < len(target):
-            count = os.preadv(handle, [target[done:]], start + done)
+        while left:
+            count = os.preadv(handle, left, start)
             if count == 0:
-                raise OSError(f"ends at byte {start + done}")
-            done += count
+                raise OSError(f"ends at byte {start}")
+            start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
     def _open(self, file: Path) -> int:
         with self._lock:
@@ -299,12 +322,8 @@ class Loader:
         self._local.stream.synchronize()
 
 
-def _typed(buffer: Tensor, part: Piece, device: torch.device) -> Tensor:
-    """The bytes of whole rows as numbers on the device, cut to the piece's columns."""
-    dtype = DTYPES[part.source.dtype]
+def _typed(buffer: Tensor, part: Piece) -> Tensor:
+    """The bytes of whole rows as numbers."""
     if buffer.storage_offset() % ITEM_BYTES[part.source.dtype]:
         buffer = buffer.clone()
-    rows = buffer.view(dtype).view(part.rows, *part.source.shape[1:])
-    if part.columns is None:
-        return rows if device.type == "cpu" else rows.to(device, non_blocking=True)
-    return rows.to(device, non_blocking=True)[:, part.columns]
+    return buffer.view(DTYPES[part.source.dtype]).view(part.rows, *part.source.shape[1:])

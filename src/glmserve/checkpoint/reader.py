@@ -156,8 +156,6 @@ def _finish(weight: Held, view: View) -> Callable[[dict[str, Tensor]], None]:
                 target.copy_(source)
             return
         assert isinstance(view, Tensor)
-        numbers = dequantise(weight.stored, weight.part, raw, view.dtype)
-        assert numbers.shape == view.shape, (numbers.shape, view.shape)
-        view.copy_(numbers)
+        dequantise(weight.stored, weight.part, raw, view)
 
     return finish
