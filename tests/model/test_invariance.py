@@ -181,3 +181,17 @@ def test_ranks_that_score_shares_of_a_prefill_select_the_same(
             assert torch.equal(got.slots, want.slots)
         assert_close("hidden", alone.hidden[-1], taps.hidden[-1], "same_fp64")
     assert set(scored) == {38}
+
+
+def test_scores_in_parts_select_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taps_of() -> Taps:
+        model, taps = load(checkpoint, torch.float64), Taps()
+        model.decoder.forward(batch_of(PROMPT, 0, IN_ORDER), model.caches, taps)
+        return taps
+
+    with torch.inference_mode():
+        whole = taps_of()
+        monkeypatch.setattr(indexer, "MOST_SCORES", 192 * 40)  # three pages are scored
+        parts = taps_of()
+    for got, want in zip(parts.selections, whole.selections, strict=True):
+        assert torch.equal(got.positions, want.positions)

@@ -19,31 +19,33 @@ from glmserve.kernels.quant import (
     INDEX_DIM,
     INDEX_PAGE,
     INDEX_ROW_BYTES,
-    LATENT_DIM,
-    LATENT_ROW_BYTES,
+    LATENT_GROUP,
     ROPE_DIM,
+    latent_row_bytes,
 )
 from glmserve.model_config import ModelConfig
 
 CacheFormat = Literal["model", "fp8"]  # the model's dtype | rows as `kernels.quant` lays them out
+_KERNEL_LATENT = 512  # other latents are read by the reference operators only
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    latent: Tensor  # [slots, kv_lora + rope], fp8: uint8 [slots, 656]
+    latent: Tensor  # [slots, kv_lora + rope], fp8: uint8 [slots, latent_row_bytes]
     index_k: Tensor | None  # [slots, index_head_dim], fp8: uint8 [slots, 132]; full layers only
 
 
 def fp8_serves(config: ModelConfig, page_size: int) -> bool:
     """Whether the fp8 rows of `kernels.quant` fit the model."""
-    sizes = (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim, page_size)
-    return sizes == (LATENT_DIM, ROPE_DIM, INDEX_DIM, INDEX_PAGE)
+    sizes = (config.qk_rope_head_dim, config.index_head_dim, page_size)
+    fixed = (ROPE_DIM, INDEX_DIM, INDEX_PAGE)
+    return sizes == fixed and config.kv_lora_rank % LATENT_GROUP == 0
 
 
 def choose_format(
     wanted: str, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheFormat:
-    """The format for the setting `kv_dtype`: "auto" takes fp8 on CUDA in bf16 where it fits.
+    """The format for the setting `kv_dtype`: "auto" takes fp8 on CUDA in bf16 where kernels read it.
 
     Raises ConfigError when fp8 is asked for and does not fit the model.
     """
@@ -53,11 +55,12 @@ def choose_format(
         raise ConfigError(
             "kv_dtype",
             wanted,
-            f"needs kv_lora_rank {LATENT_DIM}, qk_rope_head_dim {ROPE_DIM} and index_head_dim "
-            f"{INDEX_DIM}; the model has {sizes}",
+            f"needs a kv_lora_rank of {LATENT_GROUP}s, qk_rope_head_dim {ROPE_DIM} and "
+            f"index_head_dim {INDEX_DIM}; the model has {sizes}",
         )
     if wanted == "auto":
-        return "fp8" if fits and dtype == torch.bfloat16 and device.type == "cuda" else "model"
+        kernels = fits and config.kv_lora_rank == _KERNEL_LATENT
+        return "fp8" if kernels and dtype == torch.bfloat16 and device.type == "cuda" else "model"
     assert wanted in ("model", "fp8"), wanted
     return "fp8" if wanted == "fp8" else "model"
 
@@ -81,14 +84,15 @@ class Caches:
     ) -> Caches:
         """Zeroed, so that a row that was never written cannot bring a NaN into a masked product.
 
-        fp8 takes latents of 512 with 64 roped dimensions, index keys of 128, pages of 64
+        fp8 takes latents of 128s with 64 roped dimensions, index keys of 128, pages of 64
         (`fp8_serves`).
         """
         slots = num_pages * page_size
         widths = (config.latent_dim, config.index_head_dim)
         if cache_format == "fp8":
             assert fp8_serves(config, page_size), (config.latent_dim, config.index_head_dim)
-            widths, dtype = (LATENT_ROW_BYTES, INDEX_ROW_BYTES), torch.uint8
+            widths = (latent_row_bytes(config.kv_lora_rank), INDEX_ROW_BYTES)
+            dtype = torch.uint8
 
         def layer(full: bool) -> LayerCache:
             latent, index_k = (

@@ -20,6 +20,7 @@ from glmserve.model.step import Selection, Step
 from glmserve.model_config import ModelConfig
 from glmserve.parallel.group import Group
 
+MOST_SCORES = 1 << 28  # scores alive at once, 1 GB
 SPLIT_ROWS = 512  # rows of a prefill step from which on ranks score a share of them each
 
 
@@ -70,17 +71,45 @@ class Indexer:
         query, scaled = index_query(
             query, head_weights[some], step.rope[some], fp8=index_k.dtype == torch.uint8
         )
+        # Scores of long contexts come in parts; a part holds whole sequences of a decode step.
+        unit = batch.rows_per_sequence or 1
+        most = max(unit, MOST_SCORES // step.max_context // unit * unit)
+        parts = [
+            self._best(query, scaled, index_k, step, some.start, slice(at, at + most))
+            for at in range(0, len(query), most)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _best(
+        self,
+        query: Tensor,
+        scaled: Tensor,
+        index_k: Tensor,
+        step: Step,
+        first_row: int,
+        part: slice,
+    ) -> Tensor:
+        """Positions of the queries in `part`, the first query being row `first_row`'s."""
+        batch = step.batch
+        rows = slice(first_row + part.start, first_row + min(part.stop, len(query)))
+        last, row_seq = _aligned(step.last[rows]), _aligned(batch.row_seq[rows])
         logits = index_logits(
-            query,
-            scaled,
+            query[part],
+            scaled[part],
             index_k,
             batch.page_table,
-            batch.row_seq[some],
-            step.last[some],
+            row_seq,
+            last,
             step.first,
             batch.page_size,
             step.max_context,
             batch.rows_per_sequence,
             fill=False,
         )
-        return topk_select(logits, c.index_topk, step.last[some], step.first)
+        return topk_select(logits, self.config.index_topk, last, step.first)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, copied where it starts between multiples of 16 bytes: kernels compiled for aligned
+    pointers would be compiled anew for it, in the middle of serving."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
