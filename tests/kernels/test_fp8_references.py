@@ -9,7 +9,12 @@ import torch
 from glmserve.kernels.dispatch import UnservedShape, allow_reference, use_kernel
 from glmserve.kernels.index_logits import index_logits
 from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
-from glmserve.kernels.quant import read_index_pages, unpack_latent_rows
+from glmserve.kernels.quant import (
+    latent_row_bytes,
+    pack_latent_rows,
+    read_index_pages,
+    unpack_latent_rows,
+)
 from glmserve.kernels.query_side import index_query
 from glmserve.kernels.rope.reference import rope_table
 from glmserve.kernels.sparse_mla import sparse_mla
@@ -42,6 +47,16 @@ def test_written_rows_are_the_wide_rows_within_fp8() -> None:
     assert torch.equal(rows[:, 512:], wide[:, 512:].bfloat16().float())
     keys = read_index_pages(index, torch.arange(3)).flatten(0, 1)
     assert (keys - wide_index).norm() < 0.03 * wide_index.norm()
+
+
+def test_a_latent_of_256_has_rows_of_its_own_size() -> None:
+    latent, rope = torch.randn(40, 256), torch.randn(40, 64)
+    rows = pack_latent_rows(latent, rope)
+    assert rows.shape[1] == latent_row_bytes(256) == 256 + 8 + 128
+    assert latent_row_bytes(512) == 656
+    back = unpack_latent_rows(rows)
+    assert (back[:, :256] - latent).norm() < 0.03 * latent.norm()
+    assert torch.equal(back[:, 256:], rope.bfloat16().float())
 
 
 def test_attention_reads_fp8_rows() -> None:

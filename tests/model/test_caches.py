@@ -32,8 +32,9 @@ def test_auto_is_fp8_on_a_gpu_in_bf16_where_the_sizes_fit() -> None:
     assert choose_format("fp8", CONFIG, PAGE_SIZE, torch.float64, CPU) == "fp8"
     narrow = replace(CONFIG, kv_lora_rank=256)
     assert choose_format("auto", narrow, PAGE_SIZE, bf16, CUDA) == "model"
-    with pytest.raises(ConfigError, match="kv_lora_rank 512"):
-        choose_format("fp8", narrow, PAGE_SIZE, bf16, CUDA)
+    assert choose_format("fp8", narrow, PAGE_SIZE, bf16, CUDA) == "fp8"
+    with pytest.raises(ConfigError, match="a kv_lora_rank of 128s"):
+        choose_format("fp8", replace(CONFIG, kv_lora_rank=192), PAGE_SIZE, bf16, CUDA)
 
 
 def test_fp8_rows_take_656_and_132_bytes() -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8 cache rows in plain torch: how they are laid out, written and read. Kernels match these bits.
 
-Latent row, 656 B: 512 e4m3 values, 4 fp32 scales (one for 128 values), 64 bf16 roped key values.
+Latent row of R values, R + 4 R / 128 + 128 B: the e4m3 values, fp32 scales (one for 128 values), 64
+bf16 roped key values. R is a multiple of 128; GLM's 512 take 656 B, and only they have kernels.
 Index page, 64 slots of 132 B: the 64 keys of 128 e4m3 values first, then their 64 fp32 scales. As
 a tensor it is uint8 [slots, 132], contiguous; a slot's own 132 bytes are not where its key lies.
 """
@@ -11,8 +12,7 @@ from __future__ import annotations
 import torch
 
 E4M3_MAX = 448.0
-LATENT_DIM, ROPE_DIM, LATENT_GROUP = 512, 64, 128
-LATENT_ROW_BYTES = LATENT_DIM + 4 * LATENT_DIM // LATENT_GROUP + 2 * ROPE_DIM
+ROPE_DIM, LATENT_GROUP = 64, 128
 INDEX_DIM, INDEX_PAGE = 128, 64
 INDEX_ROW_BYTES = INDEX_DIM + 4
 # A smaller group maximum counts as this one, so that no scale is zero or subnormal.
@@ -30,8 +30,13 @@ def scale_of(x: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     return torch.exp2(torch.ceil(torch.log2(scale.double()))).float() if power_of_two else scale
 
 
+def latent_row_bytes(latent: int) -> int:
+    """Bytes of a row with `latent` values."""
+    return latent + 4 * latent // LATENT_GROUP + 2 * ROPE_DIM
+
+
 def pack_latent_rows(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """fp32 latents [R, 512] and roped keys [R, 64] -> uint8 [R, 656]."""
+    """fp32 latents [n, R] and roped keys [n, 64] -> uint8 [n, latent_row_bytes(R)]."""
     groups = latent.float().view(len(latent), -1, LATENT_GROUP)
     scale = scale_of(groups, power_of_two=False)
     values = to_e4m3(groups / scale[..., None]).view(torch.uint8).flatten(1)
@@ -40,9 +45,10 @@ def pack_latent_rows(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_latent_rows(rows: torch.Tensor) -> torch.Tensor:
-    """uint8 [R, 656] -> fp32 [R, 576]."""
-    values = rows[:, :LATENT_DIM].contiguous().view(torch.float8_e4m3fn).float()
-    scale = rows[:, LATENT_DIM : -2 * ROPE_DIM].contiguous().view(torch.float32)
+    """uint8 [n, latent_row_bytes(R)] -> fp32 [n, R + 64]."""
+    latent = (rows.shape[1] - 2 * ROPE_DIM) * LATENT_GROUP // (LATENT_GROUP + 4)
+    values = rows[:, :latent].contiguous().view(torch.float8_e4m3fn).float()
+    scale = rows[:, latent : -2 * ROPE_DIM].contiguous().view(torch.float32)
     rope = rows[:, -2 * ROPE_DIM :].contiguous().view(torch.bfloat16).float()
     return torch.cat((values * scale.repeat_interleave(LATENT_GROUP, 1), rope), dim=1)
 
