@@ -77,8 +77,7 @@ class StepRunner:
         self.sampler, self.device = sampler, device
         self.state = RowState(config, device)
         self.reach = Reach(config.max_rows)
-        lines = config.max_rows + 1
-        self.shaping = LogitShaping(lines, int(sampler.ids[0]), len(sampler.ids), device)
+        self.shaping = LogitShaping(config.max_rows, int(sampler.ids[0]), len(sampler.ids), device)
         self.grammar = GrammarMasks(sampler.ids, fetch_masks)
         self.drawer = Drawer(decoder, sampler, self.state, self.shaping)
         self.drafter = Drafter(config, decoder, mtp, caches, sampler, self.state) if mtp else None

@@ -104,11 +104,11 @@ def shape_rows(
 @triton.jit
 def confirm_rows(
     rows, tokens, count, flags, counts, recent,
-    token_stride, count_stride, width, first, DRAWS: tl.constexpr,
+    row_stride, token_stride, count_stride, width, first, DRAWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (S,): tokens[:count] of each row."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.load(rows + row).to(tl.int64)
+    line = tl.load(rows + row * row_stride).to(tl.int64)
     n = tl.load(count + row * count_stride).to(tl.int32)
     asked = tl.load(flags + line)
     if (n > 0) & (asked != 0):

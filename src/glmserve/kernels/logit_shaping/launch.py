@@ -54,7 +54,7 @@ def confirm(tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, cou
         return
     kernel.confirm_rows[(len(rows),)](
         rows, tokens, count, tables.flags, tables.counts, tables.recent,
-        tokens.stride(0), count.stride(0), tables.counts.shape[1], first,
+        rows.stride(0), tokens.stride(0), count.stride(0), tables.counts.shape[1], first,
         max(16, triton.next_power_of_2(tokens.shape[1])), num_warps=1,
     )  # fmt: skip
 
