@@ -14,6 +14,7 @@ import torch
 
 from glmserve.kernels.dispatch import allow_reference
 from glmserve.kernels.linear import QuantWeight
+from glmserve.model.caches import CacheFormat
 from tests.golden import forward
 from tests.model.forward_golden import check_choices, check_states, load_golden, load_model, run
 from tests.model.kernel_launches import launched
@@ -33,22 +34,21 @@ def _no_reference() -> None:
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("preset", ["block", "glm"])
-def test_kernels_equal_the_golden(tmp_path: Path, preset: str) -> None:
+def test_kernels_equal_the_golden(tmp_path: Path, preset: str, fp8: bool) -> None:
+    """fp8: block-fp8 weights and fp8 caches."""
     golden, device = load_golden(preset), torch.device("cuda")
-    forms = [
-        (False, "model", "forward_bf16", {"attend_bf16"}),
-        (True, "fp8", "forward_fp8", {"attend", "quantise_rows"}),
-    ]
-    for fp8, cache, key, attention in forms:
-        directory = tmp_path / key
-        forward.write_checkpoint(directory, preset, fp8)
-        model = load_model(directory, preset, torch.bfloat16, device, cache, keep=fp8)  # type: ignore[arg-type]
-        assert isinstance(model.decoder.weights.layers[1].attention.o_proj, QuantWeight) == fp8
-        assert (model.caches.layers[0].latent.dtype == torch.uint8) == fp8
-        with launched() as kernels:
-            result = run(model, preset, golden)
-        missing = (EVERY_PASS | attention) - set(kernels)
-        assert not missing, f"{preset} {key}: never launched {missing}"
-        check_states(golden, result, key)
-        check_choices(golden, result, key)
+    forward.write_checkpoint(tmp_path / "c", preset, fp8)
+    cache: CacheFormat = "fp8" if fp8 else "model"
+    model = load_model(tmp_path / "c", preset, torch.bfloat16, device, cache, keep=fp8)
+    assert isinstance(model.decoder.weights.layers[1].attention.o_proj, QuantWeight) == fp8
+    assert (model.caches.layers[0].latent.dtype == torch.uint8) == fp8
+    with launched() as kernels:
+        result = run(model, preset, golden)
+    missing = EVERY_PASS | ({"attend", "quantise_rows"} if fp8 else {"attend_bf16"})
+    missing -= set(kernels)
+    assert not missing, f"never launched: {missing}"
+    key = "forward_fp8" if fp8 else "forward_bf16"
+    check_states(golden, result, key)
+    check_choices(golden, result, key)
