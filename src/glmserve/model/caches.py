@@ -45,7 +45,7 @@ def fp8_serves(config: ModelConfig, page_size: int) -> bool:
 def choose_format(
     wanted: str, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheFormat:
-    """The format for the setting `kv_dtype`: "auto" takes fp8 on CUDA in bf16 where kernels read it.
+    """The format for the setting `kv_dtype`: "auto" takes fp8 on CUDA in bf16 with kernels.
 
     Raises ConfigError when fp8 is asked for and does not fit the model.
     """
