@@ -8,6 +8,7 @@ of the meta device refuse), a shape that no kernel serves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -20,7 +21,7 @@ from glmserve.checkpoint.safetensors_header import StoredTensor
 from glmserve.checkpoint.weights import ModelWeights, allocate
 from glmserve.kernels.dispatch import allow_reference
 from glmserve.kernels.take_rows import take_rows
-from glmserve.model.batch import StepBatch
+from glmserve.model.batch import DenseRows, StepBatch
 from glmserve.model.caches import CacheFormat, Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
@@ -100,3 +101,21 @@ def test_a_pass_launches_kernels_only(
     assert logits.shape == (rows, config.vocab_size)
     assert kernels["place_rows"] == 3
     assert kernels["score"] == len(config.full_layers) + 1  # not in the pass that was given a set
+
+
+@pytest.mark.parametrize("cache", ["model", "fp8"])
+def test_long_chunks_attend_densely_and_the_rest_sparsely(cache: Literal["model", "fp8"]) -> None:
+    config, group, rows = forward.config_of("glm"), SingleGroup(), 700
+    chunks = (DenseRows(6, 594, 594, line=0), DenseRows(600, 80, 2100, line=0))
+    with torch.inference_mode():
+        decoder = Decoder(config, fake_weights("glm", fp8=True), group)
+        caches = Caches.allocate(config, PAGES, 64, torch.bfloat16, "meta", cache)
+        batch = replace(fake_batch(rows, None), dense=chunks)
+        with launched(run=False), torch_work():
+            decoder.forward(batch, caches)
+        with launched(run=False) as kernels, torch_work() as torch_calls:
+            hidden = decoder.forward(batch, caches)
+    assert hidden.shape == (rows, config.hidden_size)
+    layers = config.num_hidden_layers
+    assert kernels["attend_dense"] == layers  # the second chunk sees more than the index keeps
+    assert torch_calls.found == {"cat": layers}  # copies
