@@ -32,6 +32,8 @@ def shape(
     """As the operator, for fp32 logits."""
     logits = logits.contiguous()
     count, width = logits.shape
+    assert rows.is_contiguous() and positions.is_contiguous(), "read by place"
+    assert stops.stride(1) == 1 and (ahead.shape[1] < 2 or ahead.stride(1) == 1), "lines"
     out = torch.empty_like(logits)
     if count == 0:
         return out
@@ -50,6 +52,7 @@ def shape(
 
 def confirm(tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
     """As the operator."""
+    assert tokens.shape[1] == 1 or tokens.stride(1) == 1, "lines of tokens"
     if len(rows) == 0:
         return
     kernel.confirm_rows[(len(rows),)](
@@ -62,6 +65,7 @@ def confirm(tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, cou
 def shut_ids(logits: Tensor, places: Tensor, bits: Tensor, first: int, first_word: int) -> None:
     """As the operator, for fp32 logits."""
     width = logits.shape[1]
+    assert logits.is_contiguous() and bits.stride(1) == 1, "changed in place, by lines"
     if len(places) == 0:
         return
     kernel.shut_rows[(-(-width // _BLOCK), len(places))](

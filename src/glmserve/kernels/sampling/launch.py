@@ -64,6 +64,14 @@ def unserved(dtype: torch.dtype, vocabulary: int) -> dict[str, object]:
     return wrong
 
 
+def _check(logits: Tensor, shard: Shard, scratch: Scratch, rows: SamplingRows | None) -> None:
+    """What the kernels take for granted."""
+    assert logits.is_contiguous() and logits.shape[1] == shard.width, (logits.shape, shard)
+    assert len(logits) <= scratch.rows, (logits.shape, scratch.rows)
+    for index in (rows.rows, rows.positions) if rows else ():
+        assert index.shape == logits.shape[:1] and index.is_contiguous(), index.shape
+
+
 def _split(rows: int, width: int, block: int) -> tuple[int, int]:
     """(programs a row, blocks a program)."""
     total = -(-width // block)
@@ -73,6 +81,7 @@ def _split(rows: int, width: int, block: int) -> tuple[int, int]:
 
 def greedy(logits: Tensor, shard: Shard, scratch: Scratch, decode: bool) -> Tensor:
     """Ids [R] int64, or, to be joined with other shards' by `join`, pairs."""
+    _check(logits, shard, scratch, None)
     rows = len(logits)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
@@ -94,6 +103,7 @@ def draw(
     decode: bool,
 ) -> Tensor:
     """Ids [R] int64 or pairs; `cuts` as find_cuts returns them, None: no row has a limit."""
+    _check(logits, shard, scratch, rows)
     count = len(logits)
     out = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count == 0:
@@ -131,6 +141,7 @@ def find_cuts(
 
     gather: [...] -> [N, ...], the tensors of all ranks.
     """
+    _check(logits, shard, scratch, rows)
     count, device = len(logits), logits.device
     splits, blocks = _split(count, shard.width, 2 * _BLOCK)
     temperature, top_k, top_p, min_p = rows.temperature, rows.top_k, rows.top_p, rows.min_p
