@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -11,7 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from glmserve.checkpoint import commands
+from glmserve.checkpoint.declared import open_source
+from glmserve.checkpoint.formats import Scheme
 from glmserve.checkpoint.layout import checkpoint_tensors
+from glmserve.checkpoint.quantiser import FORMATS
 from glmserve.checkpoint.synthetic import PRESETS, make_checkpoint
 from glmserve.errors import ConfigError
 from glmserve.model_config import ModelConfig
@@ -77,3 +82,28 @@ def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
         table = torch.tensor([[2]], dtype=torch.int32)
         got = model.logits(model.decoder.forward(batch_of(tokens, 0, table), model.caches))
     assert (got.argmax(-1) == wanted.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4", "awq"])
+def test_a_quantised_checkpoint_declares_what_it_stores(tmp_path: Path, format: str) -> None:
+    make_checkpoint(tmp_path, "tiny", 3, format)
+    stored = open_source(str(tmp_path))
+    declared = open_source(str(tmp_path), files=False)
+    assert stored.headers is not None
+    quantised = 0
+    for name, weight in stored.weights.items():
+        want = declared.weights[name]
+        if ".layers.8." in name and format != "fp8":
+            continue  # released integer checkpoints keep the MTP layer plain, these do not
+        assert (weight.scheme, weight.bits, weight.group) == (want.scheme, want.bits, want.group)
+        quantised += weight.scheme is not Scheme.PLAIN
+    assert quantised >= 5 * 16 * 3
+    plain = make_checkpoint(tmp_path / "plain", "tiny", 3)
+    assert plain == dataclasses.replace(stored.config, quant_method=None)
+
+
+def test_the_command_offers_every_format(tmp_path: Path) -> None:
+    assert set(commands.FORMATS) == set(FORMATS)
+    assert set(commands.PRESETS) == set(PRESETS)
+    with pytest.raises(ConfigError, match="format = 'int4-g128': groups of 128"):
+        make_checkpoint(tmp_path, "tiny", 0, "int4-g128")

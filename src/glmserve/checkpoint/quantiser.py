@@ -8,6 +8,7 @@ ending that follows the module's name. The inverse is `dequantise`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +137,25 @@ FORMATS: Mapping[str, Callable[[str], Quantise | None]] = {
     "int4-int8": _mix,
     "awq": _awq,
 }
+
+
+def declaration(format: str) -> dict[str, Any]:
+    """The `quantization_config` entry of a config.json in this format."""
+    if format == "bf16":
+        return {}
+    if format == "fp8":
+        found: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3"}
+        found |= {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    elif format == "awq":
+        found = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    else:
+        group = 32 if format == "int4" else 128
+        weights = {"num_bits": 4, "type": "int", "group_size": group, "strategy": "group"}
+        weights |= {"symmetric": format != "int4"}
+        groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+        found = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+        found |= {"config_groups": groups}
+    return {"quantization_config": found}
 
 
 def quantise(tensors: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from glmserve.checkpoint.layout import TensorSpec, checkpoint_tensors
+from glmserve.checkpoint.quantiser import FORMATS, declaration, quantise
 from glmserve.checkpoint.safetensors_header import INDEX_NAME
 from glmserve.errors import ConfigError
 from glmserve.model_config import ARCHITECTURE, MODEL_TYPE, ModelConfig
@@ -65,16 +66,23 @@ LAYERS = 8  # 3 dense; full indexers at 0, 1, 2 and 6
 SHARDS = 3
 
 
-def make_checkpoint(directory: str | Path, preset: str = "tiny", seed: int = 0) -> ModelConfig:
-    """Writes config.json, generation_config.json, the tokenizer's files and bf16 safetensors shards
-    with their index. The same preset and seed give the same bytes. Raises ConfigError."""
+def make_checkpoint(
+    directory: str | Path, preset: str = "tiny", seed: int = 0, format: str = "bf16"
+) -> ModelConfig:
+    """Writes config.json, generation_config.json, the tokenizer's files and safetensors shards with
+    their index, in one of `quantiser.FORMATS`. The same arguments give the same bytes. Raises
+    ConfigError."""
     if preset not in PRESETS:
         raise ConfigError("preset", preset, f"must be one of {sorted(PRESETS)}")
+    if format not in FORMATS:
+        raise ConfigError("format", format, f"must be one of {sorted(FORMATS)}")
+    if "128" in format and PRESETS[preset]["moe_intermediate_size"] % 128:
+        raise ConfigError("format", format, f"groups of 128 do not divide preset {preset}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_tokenizer(directory, PRESETS[preset]["vocab_size"], seed)
     stops, pad = list(tokenizer.eos_token_ids), tokenizer.pad_token_id
-    raw = _config(preset, stops, pad)
+    raw = _config(preset, stops, pad) | declaration(format)
     config = ModelConfig.from_dict(raw)
     _write_json(directory / "config.json", raw)
     _write_json(
@@ -87,7 +95,7 @@ def make_checkpoint(directory: str | Path, preset: str = "tiny", seed: int = 0) 
             "top_p": 0.95,
         },
     )
-    _write_shards(directory, config, torch.Generator().manual_seed(seed))
+    _write_shards(directory, config, torch.Generator().manual_seed(seed), format)
     return config
 
 
@@ -148,7 +156,9 @@ def _config(preset: str, eos_token_ids: list[int], pad_token_id: int) -> dict[st
     }
 
 
-def _write_shards(directory: Path, config: ModelConfig, generator: torch.Generator) -> None:
+def _write_shards(
+    directory: Path, config: ModelConfig, generator: torch.Generator, format: str
+) -> None:
     """Tensors in name order, cut into SHARDS files of about the same number of elements."""
     specs = dict(sorted(checkpoint_tensors(config).items()))
     total = sum(math.prod(spec.shape) for spec in specs.values())
@@ -156,8 +166,9 @@ def _write_shards(directory: Path, config: ModelConfig, generator: torch.Generat
     pending: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
     for i, (name, spec) in enumerate(specs.items(), start=1):
-        pending[name] = random_tensor(name, spec, generator)
-        size += pending[name].numel() * pending[name].element_size()
+        made = quantise({name: random_tensor(name, spec, generator)}, format)
+        size += sum(part.numel() * part.element_size() for part in made.values())
+        pending |= made
         done += math.prod(spec.shape)
         if i == len(specs) or done * SHARDS >= total * (shard + 1):
             file = f"model-{shard + 1:05d}-of-{SHARDS:05d}.safetensors"
