@@ -169,6 +169,15 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert sample_alone(logits, rows_of(50, seed=6, first=100)).tolist() != alone
 
 
+def test_a_row_has_limits_until_its_next_sequence() -> None:
+    sampler = Sampler(SingleGroup(), 8, 8, CPU)
+    for top_p, top_k, min_p in ((0.9, 0, 0.0), (1.0, 3, 0.0), (1.0, 0, 0.1)):
+        sampler.admit(RowInit(2, 0, 1.0, top_p, top_k, 5, (), min_p=min_p))
+        assert sampler.limited([0, 2]) and not sampler.limited([0, 1])
+        sampler.admit(RowInit(2, 0, 0.0, top_p, top_k, 5, (), min_p=min_p))  # greedy
+        assert not sampler.limited([2])
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_every_width_draws_the_same_tokens(size: int) -> None:
     count, vocab = 40, 64
