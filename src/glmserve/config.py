@@ -109,6 +109,8 @@ class EngineConfig:
         """Returns a copy whose `max_model_len` is set and fits the model and the page pool."""
         # One page is the scratch of padding rows.
         pool = (self.num_pages - 1) * PAGE_SIZE - self.lookahead
+        if self.num_pages == 0:  # planned when the engine starts, which checks again
+            pool = self.max_model_len or model_limit
         wanted = self.max_model_len or min(model_limit, pool)
         if wanted > model_limit:
             raise ConfigError("max_model_len", wanted, f"the model's limit is {model_limit}")
