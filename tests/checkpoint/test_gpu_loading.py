@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU: pinned, threaded loading gives the CPU's bits; synthetic ranks are cuts of one whole."""
+"""On a GPU: threaded loading gives the CPU's bits; synthetic ranks are cuts of one whole."""
 
 from __future__ import annotations
 
