@@ -66,3 +66,5 @@ def test_without_that_tool_the_setting_is_asked_for(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="gpu_memory_gb = 0: set it: nvidia-smi does not tell"):
         resolve(settings(checkpoint, gpu_memory_gb=0.0))
+    config, _ = resolve(settings(checkpoint, gpu_memory_gb=0.0, num_pages=33))
+    assert config.num_pages == 33

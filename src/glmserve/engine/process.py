@@ -25,7 +25,7 @@ from glmserve.engine.gpu_memory import gpu_memory
 from glmserve.engine.grammar_state import Grammars
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
-from glmserve.errors import EngineError, GlmServeError
+from glmserve.errors import ConfigError, EngineError, GlmServeError
 from glmserve.generation_config import GenerationConfig
 from glmserve.ipc.process import watch_heartbeat
 from glmserve.messages import (
@@ -53,8 +53,7 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
     model = ModelConfig.from_file(directory / "config.json")
     model.check_ranks(config.ranks, config.expert_layout)
     if config.device == "cuda":
-        source = open_source(config.checkpoint, files=not config.synthetic)
-        config = with_planned_pages(config, source, gpu_memory(config))
+        config = _planned(config)
     config = config.with_limits(model.max_position_embeddings)
     if config.share_draft_index is None:
         share = model.index_share_for_mtp_iteration
@@ -63,6 +62,19 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
         valid = min(Tokenizer(directory).vocab_size, model.vocab_size)
         config = dataclasses.replace(config, valid_tokens=valid)
     return config, model
+
+
+def _planned(config: EngineConfig) -> EngineConfig:
+    """Settings with the pages that fit. Pages that were asked for are taken on trust where nobody
+    knows the GPU's memory."""
+    try:
+        memory = gpu_memory(config)
+    except ConfigError:
+        if config.num_pages:
+            return config
+        raise
+    source = open_source(config.checkpoint, files=not config.synthetic)
+    return with_planned_pages(config, source, memory)
 
 
 class EngineProcess:
