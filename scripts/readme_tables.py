@@ -19,6 +19,7 @@ from glmserve.server.tensors import MODELS, Tensor
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 KERNELS = ROOT / "bench" / "results" / "kernels.json"
+STEPS = ROOT / "bench" / "results" / "step.json"
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -69,6 +70,18 @@ def _kernels() -> str:
     return head + _table(("operator", "shape", "us", "floor", "peer"), rows)
 
 
+def _steps() -> str:
+    recorded = json.loads(STEPS.read_text(encoding="utf-8"))
+    keys = ("replay_ms", "captured_ms", "engine_ms", "eager_ms")
+    rows = [
+        (str(row["rows"]), str(row["drafts"]), *(f"{row[key]:.2f}" for key in keys))
+        for row in recorded["rows"]
+    ]
+    head = f"{recorded['device']}, torch {recorded['torch']}, {recorded['date']}, ms a step:\n\n"
+    columns = ("sequences", "drafts", "replay", "rank", "engine", "eager")
+    return head + _table(columns, rows)
+
+
 def _figure(value: float | None) -> str:
     if value is None:
         return ""
@@ -81,6 +94,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": _kernels,
     "metrics": _metrics,
     "settings": _settings,
+    "steps": _steps,
 }
 
 
