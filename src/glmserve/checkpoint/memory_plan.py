@@ -21,6 +21,8 @@ H200_GB = 149.0  # that a process can use
 _LIBRARIES = 2.0e9  # CUDA context, NCCL's buffers, compiled kernels
 _GRAPHS = 0.5e9  # instantiated graphs of all buckets
 _PARTIALS = 17e6  # partial sums and tickets of the products
+_DRAWN_BYTES = 3 * 2048 * 8 + 64  # the sampler's histograms and search, a row that is drawn from
+_SHAPED_BYTES = 256 * 32 * 4 + 256  # bad words, last tokens and settings, a device row
 _SPARE = 0.02  # of the memory: the allocator's rounding
 _LATENT_GROUP = 128
 CONTEXTS = (8192, 32768, 102400, 1 << 20)
@@ -129,6 +131,7 @@ def memory_plan(source: Source, engine: EngineConfig, memory: float) -> MemoryPl
     items = [Item(name, size) for name, size in weight_groups(c, held, item).items()]
     items += [
         Item("activations", _activations(c, engine, rows, decode, item) + _PARTIALS, False),
+        Item("sampler", _sampler(c, engine) if engine.device == "cuda" else 0.0, False),
         Item("CUDA graphs", _GRAPHS if engine.graphs and engine.device == "cuda" else 0.0, False),
         Item("CUDA, NCCL, kernels", _LIBRARIES if engine.device == "cuda" else 0.0, False),
         Item("spare", _SPARE * memory, False),
@@ -145,6 +148,13 @@ def memory_plan(source: Source, engine: EngineConfig, memory: float) -> MemoryPl
     items.insert(-3, Item(f"index scores, {rows} rows", float(score * length), False))
     pages = int((left - score * length) // page)
     return MemoryPlan(memory, kv, tuple(items), tokens, page, rows, pages, length, engine.lookahead)
+
+
+def _sampler(c: ModelConfig, engine: EngineConfig) -> float:
+    """Tables of what requests ask for, a line a device row, and scratch."""
+    width = c.vocab_size / engine.ranks
+    drawn = max(engine.max_rows * (engine.drafts + 2), 512)
+    return (engine.max_rows + 1) * (8.25 * width + _SHAPED_BYTES) + drawn * _DRAWN_BYTES
 
 
 def with_planned_pages(engine: EngineConfig, source: Source, memory: float) -> EngineConfig:

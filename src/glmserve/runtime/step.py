@@ -54,6 +54,12 @@ def most_rows(config: EngineConfig) -> int:
     return max(decoding + config.chunk, _MIXED_ROWS[-1])
 
 
+def most_drawn(config: EngineConfig) -> int:
+    """Rows that a step draws from: every one of a captured step, else those that are needed."""
+    decoding = buckets(config.max_rows)[-1] * (config.drafts + 1)
+    return max(decoding + config.max_rows, _MIXED_ROWS[-1])
+
+
 LOAD_PERIOD = 1.0  # seconds between two reports of how often each expert was chosen
 
 
@@ -94,7 +100,7 @@ class StepRunner:
         if self.device.type != "cuda":
             return
         sizes = buckets(self.config.max_rows)
-        self.sampler.prepare(most_rows(self.config))
+        self.sampler.prepare(most_drawn(self.config))
         self.shaping.prepare()
         chunk = self.config.chunk
         lengths = sorted({chunk, *(n for n in _WARM_LENGTHS if n < chunk)})
