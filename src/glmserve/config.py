@@ -52,7 +52,7 @@ class EngineConfig:
     synthetic: bool = False  # random weights made on the device; only the config is read
     allow_reference: bool = False  # on CUDA: plain torch where no Triton kernel serves the shape
     steps_in_flight: int = 2  # plans sent before the oldest result is needed
-    graphs: bool = True  # on CUDA: decode steps are replayed as CUDA graphs
+    graphs: bool = True  # on CUDA in bf16, without references: steps are replayed as CUDA graphs
     page_seed: int | None = None  # hand pages out in a seeded random order (tests)
     capture_dir: str = ""  # rank 0 records what it computes there (offline commands)
 

@@ -154,7 +154,7 @@ ALLOW_REFERENCE = EnvVar(
     "GLMSERVE_ALLOW_REFERENCE", parse_bool, False, "CUDA: plain torch where no kernel serves."
 )
 GRAPHS = EnvVar(
-    "GLMSERVE_GRAPHS", parse_bool, True, "CUDA: decode steps are replayed as CUDA graphs."
+    "GLMSERVE_GRAPHS", parse_bool, True, "CUDA, bf16: steps are replayed as CUDA graphs."
 )
 MAX_QUEUE = EnvVar("GLMSERVE_MAX_QUEUE", int, 1024, "Waiting requests before UNAVAILABLE.")
 RUNTIME_DIR = EnvVar(

@@ -108,7 +108,10 @@ class StepRunner:
             self._warm(length)
         torch.cuda.synchronize()
         progress(f"compiled prompt chunks of {len(lengths)} lengths up to {chunk}")
-        if self.config.graphs:
+        config = self.config
+        # References may ask the device in the middle of a step, which a capture forbids.
+        served = config.dtype == "bf16" and not config.allow_reference
+        if config.graphs and served and self.capture is None:
             width, nothing = self.config.drafts + 1, StepPlan(0)
             shapes = [Shape(size * width, size, mixed=False) for size in sizes]
             shapes += [Shape(size, min(size, self.config.max_rows), True) for size in _MIXED_ROWS]
@@ -133,7 +136,8 @@ class StepRunner:
         pending = Pending(plan.step, places, None, self.grammar.rows, self.reach)
         if self.drafter:
             self.drafter.resume(plan)
-        if places.shape in self.graphs.shapes:
+        # Scripted drafts are put in place by the host, between operators.
+        if places.shape in self.graphs.shapes and not self.state.scripts:
             self._replay(plan, places, variant, pending)
         else:
             self._run_eagerly(plan, places, variant, pending, seen)
@@ -171,7 +175,7 @@ class StepRunner:
     def _shape(self, plan: StepPlan) -> Shape | None:
         """What the plan is padded to. Without graphs, decode steps are padded all the same."""
         width = self.state.drafts + 1
-        if self.capture or self.state.scripts or not self.graphs.shapes:
+        if self.state.scripts or not self.graphs.shapes:
             size = bucket_of(len(plan.decode)) if plan.decode else 0
             return None if plan.prefill else Shape(size * width, size, mixed=False)
         if plan.prefill:
