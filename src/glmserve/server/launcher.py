@@ -198,6 +198,9 @@ def serve(options: ServeOptions) -> int:
     on_gpu = device == "cuda" or (not device and cuda_devices() > 0)
     directory = Path(checkpoint).absolute() if checkpoint else _default_checkpoint(on_gpu)
     settings = {**options.settings, env.CHECKPOINT.name: str(directory)}
+    if not checkpoint and not on_gpu and not env.PAGES.is_set():
+        # Eight fp64 caches of the usual size would fill a laptop: these hold 8,192 tokens each.
+        settings.setdefault(env.PAGES.name, "129")
     options = ServeOptions(**{**vars(options), "settings": settings})
     with EmbeddedServer(options) as server:
         try:
