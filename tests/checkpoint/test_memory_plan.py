@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from glmserve.checkpoint import memory_plan as memory_plan_module
 from glmserve.checkpoint.declared import Source, open_source
 from glmserve.checkpoint.memory_plan import H200_GB, MemoryPlan, memory_plan, with_planned_pages
 from glmserve.checkpoint.placement import held_weights
 from glmserve.checkpoint.weights import allocate
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.errors import ConfigError
+from glmserve.model import indexer
 from glmserve.model.caches import Caches, choose_format
 
 
@@ -100,6 +102,12 @@ def test_what_does_not_fit_is_refused_with_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         with_planned_pages(settings(**changes), glm, gb * 1e9)
+
+
+def test_index_scores_are_bounded_as_the_indexer_bounds_them(glm: Source) -> None:
+    assert memory_plan_module.MOST_SCORES == indexer.MOST_SCORES
+    (scores,) = (i.bytes for i in plan(glm, chunk=8192).items if i.name == "index scores")
+    assert scores == 4 * indexer.MOST_SCORES
 
 
 def test_less_memory_never_gives_more(glm: Source) -> None:

@@ -18,6 +18,7 @@ from glmserve.errors import ConfigError
 from glmserve.model_config import ModelConfig
 
 H200_GB = 149.0  # that a process can use
+MOST_SCORES = 1 << 28  # index scores alive at once, fp32
 _LIBRARIES = 2.0e9  # CUDA context, NCCL's buffers, compiled kernels
 _GRAPHS = 0.5e9  # instantiated graphs of all buckets
 _PARTIALS = 17e6  # partial sums and tickets of the products
@@ -44,7 +45,6 @@ class MemoryPlan:
     items: tuple[Item, ...]  # all that is there without a single page
     token_bytes: int  # of the caches, all layers
     page_bytes: int  # of PAGE_SIZE tokens, and of the hidden state that drafting keeps with a page
-    score_rows: int  # rows of a step, whose index scores are fp32 rows of the longest context
     pages: int  # that fit; below 2 means that nothing can run
     max_model_len: int
     lookahead: int
@@ -136,18 +136,14 @@ def memory_plan(source: Source, engine: EngineConfig, memory: float) -> MemoryPl
         Item("CUDA, NCCL, kernels", _LIBRARIES if engine.device == "cuda" else 0.0, False),
         Item("spare", _SPARE * memory, False),
     ]
-    left = memory - sum(i.bytes for i in items)
-    limit = c.max_position_embeddings
+    limit = engine.max_model_len or c.max_position_embeddings
+    scores = 4.0 * min(rows * limit, MOST_SCORES)
+    items.insert(-3, Item("index scores", scores, False))
     page = tokens * PAGE_SIZE + (item * c.hidden_size if mtp else 0)
-    score = 4 * rows
-    length = engine.max_model_len
-    if not length:
-        # The scores' rows are as long as the longest context, which is as long as the pages allow.
-        pages = int(left // (page + score * PAGE_SIZE))
-        length = max(0, min(limit, (pages - 1) * PAGE_SIZE - engine.lookahead))
-    items.insert(-3, Item(f"index scores, {rows} rows", float(score * length), False))
-    pages = int((left - score * length) // page)
-    return MemoryPlan(memory, kv, tuple(items), tokens, page, rows, pages, length, engine.lookahead)
+    pages = int((memory - sum(i.bytes for i in items)) // page)
+    room = (pages - 1) * PAGE_SIZE - engine.lookahead
+    length = engine.max_model_len or max(0, min(limit, room))
+    return MemoryPlan(memory, kv, tuple(items), tokens, page, pages, length, engine.lookahead)
 
 
 def _sampler(c: ModelConfig, engine: EngineConfig) -> float:
