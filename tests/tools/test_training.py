@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ModelConfig.from_dict(sizes.raw_config("trial", [1], 1))
 
 
-def _batch(rows: int = 4, width: int = 64) -> Batch:
+def _batch(rows: int = 2, width: int = 64) -> Batch:
     """Each row repeats a pattern of its own, as two conversations."""
     generator = torch.Generator().manual_seed(1)
     pattern = torch.randint(0, 50, (rows, 5), generator=generator)
@@ -35,10 +35,11 @@ def _batch(rows: int = 4, width: int = 64) -> Batch:
 
 
 def _losses(twin: Twin, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Pass]:
-    out = Runner(twin, torch.float32).forward(batch, 2, slice(1, 3), 4)
+    rows = len(batch.ids)
+    out = Runner(twin, torch.float32).forward(batch, 1, slice(0, 2), rows)
     parts = [out.hidden, *out.drafts]
     losses = [
-        weighted_loss(twin.lm_head, hidden, *ahead(batch, k, 4))[0]
+        weighted_loss(twin.lm_head, hidden, *ahead(batch, k, rows))[0]
         for k, hidden in enumerate(parts, 1)
     ]
     return torch.stack(losses).sum(), torch.stack(out.divergence).sum(), out
@@ -57,16 +58,16 @@ def test_the_indexers_learn_from_their_own_loss_only() -> None:
 def test_losses_fall_and_the_first_token_of_a_conversation_is_nobodys_target() -> None:
     twin, batch = Twin(CONFIG), _batch()
     for steps in (1, 2, 3):
-        _, weights = ahead(batch, steps, 4)
+        _, weights = ahead(batch, steps, 2)
         assert (weights[:, 64 - 20 - steps : 64 - 20] == 0).all()
         assert (weights[:, 64 - steps :] == 0).all()
     optimiser, seen = Optimiser(twin, 0.02, 0.003), []
-    for step in range(8):
+    for step in range(5):
         loss, divergence, _ = _losses(twin, batch)
         (loss + divergence).backward()
-        optimiser.step(rate_factor(0.0, step, warm=4))
+        optimiser.step(rate_factor(0.0, step, warm=2))
         seen.append((float(loss.detach()), float(divergence.detach())))
-    assert seen[-1][0] < 0.8 * seen[0][0], seen
+    assert seen[-1][0] < 0.9 * seen[0][0], seen
 
 
 def test_orthogonal_levels_singular_values() -> None:
