@@ -21,7 +21,7 @@ from tests.model.kernel_launches import launched
 
 pytestmark = pytest.mark.gpu
 EVERY_PASS = {
-    "place_rows", "embed_rows", "residual_norm_rows", "split_norm_write", "turn_index_query",
+    "describe_rows", "embed_rows", "residual_norm_rows", "split_norm_write", "turn_index_query",
     "score", "look_up", "head_product", "score_parts", "choose_experts", "sort_pairs",
     "read_latents", "attend_dense", "swiglu_rows", "combine_rows", "mtp_rows", "few_rows",
     "many_rows",

@@ -99,7 +99,7 @@ def test_a_pass_launches_kernels_only(
     assert not torch_calls.found, torch_calls.found
     assert hidden.shape == (rows, config.hidden_size)
     assert logits.shape == (rows, config.vocab_size)
-    assert kernels["place_rows"] == 3
+    assert kernels["describe_rows"] == 3
     assert kernels["score"] == len(config.full_layers) + 1  # not in the pass that was given a set
 
 

@@ -30,6 +30,7 @@ _FIRST_DRAW = tl.constexpr(c.FIRST_DRAW)
 _PROMPT_END = tl.constexpr(c.PROMPT_END)
 _SEQUENCE = tl.constexpr(c.SEQUENCE_WIDTH)
 _BLOCK = 1024
+_PLACES = 16  # covers the most drafts and the token after them: one form for any number
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -40,10 +41,10 @@ def scatter(x, index, rows, words, BLOCK: tl.constexpr):
     tl.store(x + to * words + i, tl.load(rows + n * words + i, mask=i < words), mask=i < words)
 
 
-@triton.jit(do_not_specialize=["width", "padding"])
+@triton.jit(do_not_specialize=["width", "padding", "K"])
 def place(
-    table, sequences, tokens, positions, row_seq, next_positions, ahead, width, padding,
-    K: tl.constexpr, J: tl.constexpr,
+    table, sequences, tokens, positions, row_seq, next_positions, ahead, width, padding, K,
+    J: tl.constexpr,
 ):  # fmt: skip
     sequence = sequences + tl.program_id(0) * _SEQUENCE
     first = tl.load(sequence + _FIRST_ROW)
@@ -70,10 +71,10 @@ def place(
         tl.store(places, seen, mask=there[:, None] & (i < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["width", "padding"])
+@triton.jit(do_not_specialize=["width", "padding", "K"])
 def verify(
-    table, sequences, draws, following, last, results, width, padding,
-    K: tl.constexpr, J: tl.constexpr,
+    table, sequences, draws, following, last, results, width, padding, K,
+    J: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     sequence = sequences + s * _SEQUENCE
@@ -176,11 +177,12 @@ def place_rows(
 ) -> None:
     """As the operator."""
     drafts = ahead.shape[1]
+    assert drafts < _PLACES, drafts
     if len(sequences):
         place[(len(sequences),)](
             table, sequences, tokens, positions, row_seq, next_positions, ahead,
             table.shape[1], len(table) - 1,
-            K=drafts, J=triton.next_power_of_2(drafts + 1), num_warps=1,
+            drafts, J=_PLACES, num_warps=1,
         )  # fmt: skip
 
 
@@ -194,10 +196,11 @@ def verify_rows(
     results: torch.Tensor,
 ) -> None:
     """As the operator."""
+    assert drafts < _PLACES, drafts
     if len(sequences):
         verify[(len(sequences),)](
             table, sequences, draws, following, last, results, table.shape[1], len(table) - 1,
-            K=drafts, J=triton.next_power_of_2(drafts + 1), num_warps=1,
+            drafts, J=_PLACES, num_warps=1,
         )  # fmt: skip
 
 

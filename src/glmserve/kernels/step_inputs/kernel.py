@@ -21,7 +21,7 @@ _TURN = tl.constexpr(2 * math.pi)
 
 
 @triton.jit(do_not_specialize=["rows", "table_width", "ahead", "shift"])
-def place_rows(
+def describe_rows(
     positions, row_seq, page_table, period, table, last, slots,
     rows, table_width, ahead, shift,
     HALF: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,7 +83,7 @@ def step_inputs(
     last = torch.empty(rows, dtype=torch.int64, device=device)
     slots = torch.empty(rows, dtype=torch.int32, device=device)
     if rows:
-        place_rows[(triton.cdiv(rows, 8),)](
+        describe_rows[(triton.cdiv(rows, 8),)](
             positions, row_seq, page_table, _periods(rope_dim, theta, device), table, last, slots,
             rows, page_table.shape[1], ahead, shift, HALF=half, PAGE=page_size, BLOCK=8,
             num_warps=2,

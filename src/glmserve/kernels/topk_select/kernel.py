@@ -229,12 +229,10 @@ def _from_memory(out, row, first, stop, K, WIDTH: tl.constexpr, N: tl.constexpr)
 @triton.jit(do_not_specialize=["first", "K"])
 def select_short(
     logits, last, out, width, first,
-    K, LAST: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    K, WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    stop = width
-    if LAST:
-        stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
+    stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     i = tl.arange(0, N)
     keys = _load_keys(logits + row.to(tl.int64) * width, i, first, stop)
     _from_registers(out + row * K, keys, i, K, WIDTH, False)
@@ -243,13 +241,11 @@ def select_short(
 @triton.jit(do_not_specialize=["first"])
 def sample(
     logits, last, least, width, first,
-    LAST: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr,
+    N: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """A key that well over K and at most SHORT of the row's keys reach, judged by N of them."""
     row = tl.program_id(0)
-    stop = width
-    if LAST:
-        stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
+    stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     span = stop - first
     found = row * 0 + _HIDDEN
     if span > SHORT:
@@ -270,13 +266,11 @@ def sample(
 @triton.jit(do_not_specialize=["first", "chunks"])
 def count_chunks(
     logits, last, least, counts, width, first, chunks,
-    LAST: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     chunk = tl.program_id(0)
-    stop = width
-    if LAST:
-        stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
+    stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     count = row * 0
     if chunk * CHUNK < stop:
         position = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -288,7 +282,7 @@ def count_chunks(
 @triton.jit(do_not_specialize=["first", "chunks"])
 def collect(
     logits, last, least, counts, values, positions, width, first, chunks,
-    LAST: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     chunk = tl.program_id(0)
@@ -297,9 +291,7 @@ def collect(
         found = tl.load(counts + row * chunks + c, mask=c < chunks, other=0)
         if tl.sum(found, 0) <= SHORT:
             before = tl.sum(tl.where(c < chunk, found, 0), 0)
-            stop = width
-            if LAST:
-                stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
+            stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
             position = chunk * CHUNK + tl.arange(0, CHUNK)
             keys = _load_keys(logits + row.to(tl.int64) * width, position, first, stop)
             taken = (keys >= tl.load(least + row)) & (keys != _HIDDEN)
@@ -311,13 +303,11 @@ def collect(
 @triton.jit(do_not_specialize=["first", "chunks", "K"])
 def finish(
     logits, last, counts, values, positions, out, width, first, chunks,
-    K, LAST: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
+    K, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     N: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    stop = width
-    if LAST:
-        stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
+    stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     c = tl.arange(0, CHUNKS)
     total = tl.sum(tl.load(counts + row * chunks + c, mask=c < chunks, other=0), 0)
     if (total <= N) & ((total >= K) | (stop - first <= N)):
@@ -348,8 +338,8 @@ def topk_select(
     k = min(k, width)
     device = logits.device
     out = torch.empty(rows, k, dtype=torch.int32, device=device)
-    limits = logits if last is None else last
-    shared = {"LAST": last is not None}
+    if last is None:
+        last = torch.full((rows,), width - 1, dtype=torch.int64, device=device)
     shape = {"K": k, "WIDTH": 2048 if k <= 2048 else SHORT}
     if rows == 0:
         return out
@@ -357,11 +347,10 @@ def topk_select(
         n = 2048 if width <= 2048 else SHORT
         select_short[(rows,)](
             logits,
-            limits,
+            last,
             out,
             width,
             first,
-            **shared,
             **shape,
             N=n,
             num_warps=4 if n == 2048 else 8,
@@ -374,18 +363,18 @@ def topk_select(
     values = torch.empty(rows, SHORT, dtype=torch.int32, device=device)
     positions = torch.empty(rows, SHORT, dtype=torch.int32, device=device)
     sample[(rows,)](
-        logits, limits, least, width, first, **shared, N=16384 if width > 1 << 17 else 4096,
+        logits, last, least, width, first, N=16384 if width > 1 << 17 else 4096,
         SHORT=SHORT, num_warps=16,
     )  # fmt: skip
     count_chunks[(chunks, rows)](
-        logits, limits, least, counts, width, first, chunks, **shared, CHUNK=CHUNK, num_warps=4
+        logits, last, least, counts, width, first, chunks, CHUNK=CHUNK, num_warps=4
     )
     collect[(chunks, rows)](
-        logits, limits, least, counts, values, positions, width, first, chunks, **shared,
+        logits, last, least, counts, values, positions, width, first, chunks,
         CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=8, maxnreg=64,
     )  # fmt: skip
     finish[(rows,)](
-        logits, limits, counts, values, positions, out, width, first, chunks, **shared,
+        logits, last, counts, values, positions, out, width, first, chunks,
         CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=8,
     )  # fmt: skip
     return out
