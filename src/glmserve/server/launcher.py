@@ -15,7 +15,6 @@ import re
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -193,15 +192,7 @@ def serve(options: ServeOptions) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    checkpoint = options.settings.get(env.CHECKPOINT.name) or env.CHECKPOINT.get()
-    device = options.settings.get(env.DEVICE.name) or env.DEVICE.get()
-    on_gpu = device == "cuda" or (not device and cuda_devices() > 0)
-    directory = Path(checkpoint).absolute() if checkpoint else _default_checkpoint(on_gpu)
-    settings = {**options.settings, env.CHECKPOINT.name: str(directory)}
-    if not checkpoint and not on_gpu and not env.PAGES.is_set():
-        # Eight fp64 caches of the usual size would fill a laptop: these hold 8,192 tokens each.
-        settings.setdefault(env.PAGES.name, "129")
-    options = ServeOptions(**{**vars(options), "settings": settings})
+    options = ServeOptions(**{**vars(options), "settings": _with_checkpoint(options.settings)})
     with EmbeddedServer(options) as server:
         try:
             if not server.wait_ready(_say, lambda: stopping):
@@ -238,31 +229,24 @@ def _arguments(options: ServeOptions, ports: Ports, shm_prefix: str) -> list[str
     ]
 
 
-def _default_checkpoint(on_gpu: bool) -> Path:
-    """The trained `checkpoints/tiny` of the project. On a GPU a random `checkpoints/block`, whose
-    sizes the kernels serve: made on first use, in a process that may import torch."""
-    directory = _PROJECT / "checkpoints" / ("block" if on_gpu else "tiny")
-    if (directory / "config.json").is_file():
-        return directory
-    if not on_gpu:
+def _with_checkpoint(settings: Mapping[str, str]) -> dict[str, str]:
+    """Adds the project's own small checkpoint where no other is asked for.
+
+    It runs on the CPU then, also beside a GPU: no kernel serves its sizes.
+    """
+    checkpoint = settings.get(env.CHECKPOINT.name) or env.CHECKPOINT.get()
+    directory = Path(checkpoint or _PROJECT / "checkpoints" / "tiny").absolute()
+    completed = {**settings, env.CHECKPOINT.name: str(directory)}
+    if checkpoint:
+        return completed
+    if not (directory / "config.json").is_file():
         raise ConfigError("checkpoint", str(directory), "is not there: name another")
-    _say(f"making a small random checkpoint in {directory}")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=".block-", dir=directory.parent))
-    command = [sys.executable, "-m", "glmserve.cli", "make-checkpoint", str(building)]
-    try:
-        subprocess.run([*command, "--preset", "block"], env=env.child_environment(), check=True)
-        building.chmod(0o755)
-        try:
-            building.rename(directory)
-        except OSError:  # another process was first
-            if not (directory / "config.json").is_file():
-                raise
-    except subprocess.CalledProcessError as error:
-        raise ServerFailed(f"the checkpoint could not be made: {error}") from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return directory
+    device = settings.get(env.DEVICE.name) or env.DEVICE.get() or "cpu"
+    completed[env.DEVICE.name] = device
+    if device == "cpu" and not env.PAGES.is_set():
+        # Eight fp64 caches of the usual size would fill a laptop: these hold 8,192 tokens each.
+        completed.setdefault(env.PAGES.name, "129")
+    return completed
 
 
 def _announce(ports: Ports) -> None:
