@@ -10,7 +10,7 @@ import torch
 from glmserve.config import EngineConfig
 from glmserve.kernels.row_state import columns
 from glmserve.messages import PageGrant, PrefillChunk, RowInit, StepPlan
-from glmserve.runtime.packing import Places, Shape, bucket_of, buckets, pack
+from glmserve.runtime.packing import MIXED_ROWS, Places, Shape, bucket_of, buckets, pack
 from glmserve.runtime.reach import Reach
 from glmserve.runtime.row_state import RowState
 
@@ -110,3 +110,14 @@ def test_bounds_follow_what_is_planned_and_what_is_confirmed() -> None:
     assert seen(decode) == 74 + DRAFTS
     reach.confirm(2, 2)  # one token was confirmed
     assert seen(decode) == 75 + DRAFTS
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_only_chunks_that_no_captured_step_holds_attend_densely(
+    state: RowState, extra: int
+) -> None:
+    length = MIXED_ROWS[-1] + extra
+    chunk = PrefillChunk(1, 0, length, np.zeros(length, dtype=np.int32))
+    plan = StepPlan(0, prefill=(chunk,), decode=(4,))  # too many rows for any captured step
+    dense = pack(plan, Places.of(plan, DRAFTS, None), state, None).batch.dense
+    assert [rows.rows for rows in dense] == [length] * extra

@@ -27,7 +27,8 @@ from glmserve.runtime.uploads import Upload, upload
 
 _LAST_DOUBLING = 128
 _BUCKET_STEP = 64
-DENSE_ROWS = 512  # of a prefill chunk from which on dense attention is worth its own launches
+# Rows of captured steps with prefill chunks; larger steps are eager.
+MIXED_ROWS = (64, 128, 256, 512)
 
 
 def bucket_of(rows: int) -> int:
@@ -150,11 +151,11 @@ def pack(plan: StepPlan, places: Places, state: RowState, max_context: int | Non
 
 
 def _dense_rows(plan: StepPlan, places: Places) -> tuple[DenseRows, ...]:
-    """Long prefill chunks, which the model attends densely if the index keeps all they see. Steps
-    that are captured have shorter ones, so a chunk's length alone decides on its bits."""
+    """Long prefill chunks, which the model attends densely if the index keeps all they see: those
+    that no captured step has room for, so that a chunk's length alone decides on its bits."""
     found, at = [], len(places.decode) * places.width
     for chunk in plan.prefill:
-        if chunk.length >= DENSE_ROWS:
+        if chunk.length > MIXED_ROWS[-1]:
             found.append(DenseRows(at, chunk.length, chunk.start + chunk.length, chunk.row))
         at += chunk.length
     return tuple(found)

@@ -29,6 +29,7 @@ from glmserve.runtime.graphs import Graphs
 from glmserve.runtime.logit_shaping import LogitShaping
 from glmserve.runtime.logprobs import LogprobReporter
 from glmserve.runtime.packing import (
+    MIXED_ROWS,
     Layout,
     Places,
     Shape,
@@ -43,7 +44,7 @@ from glmserve.runtime.row_state import RowState
 from glmserve.runtime.sampler import Sampler
 from glmserve.runtime.variants import ALL_VARIANTS, Variant
 
-_MIXED_ROWS = (64, 128, 256, 512)  # of captured steps with prefill chunks; larger ones are eager
+LOAD_PERIOD = 1.0  # seconds between two reports of how often each expert was chosen
 # Chunk lengths around which kernels are compiled in other forms.
 _WARM_LENGTHS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 192, 256, 257, 512, 1024)
 
@@ -51,16 +52,13 @@ _WARM_LENGTHS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 192, 2
 def most_rows(config: EngineConfig) -> int:
     """Rows of the largest step: padded ones, or prompts beside every decoding sequence."""
     decoding = buckets(config.max_rows)[-1] * (config.drafts + 1)
-    return max(decoding + config.chunk, _MIXED_ROWS[-1])
+    return max(decoding + config.chunk, MIXED_ROWS[-1])
 
 
 def most_drawn(config: EngineConfig) -> int:
     """Rows that a step draws from: every one of a captured step, else those that are needed."""
     decoding = buckets(config.max_rows)[-1] * (config.drafts + 1)
-    return max(decoding + config.max_rows, _MIXED_ROWS[-1])
-
-
-LOAD_PERIOD = 1.0  # seconds between two reports of how often each expert was chosen
+    return max(decoding + config.max_rows, MIXED_ROWS[-1])
 
 
 class StepRunner:
@@ -114,7 +112,7 @@ class StepRunner:
         if config.graphs and served and self.capture is None:
             width, nothing = self.config.drafts + 1, StepPlan(0)
             shapes = [Shape(size * width, size, mixed=False) for size in sizes]
-            shapes += [Shape(size, min(size, self.config.max_rows), True) for size in _MIXED_ROWS]
+            shapes += [Shape(size, min(size, self.config.max_rows), True) for size in MIXED_ROWS]
             layouts = {
                 shape: pack(nothing, Places.of(nothing, width - 1, shape), self.state, None)
                 for shape in shapes
