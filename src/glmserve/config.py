@@ -18,6 +18,7 @@ from glmserve.errors import ConfigError
 
 PAGE_SIZE = 64  # tokens of a cache page; DESIGN: prefix hits are multiples of it
 MAX_DRAFTS = 8
+MOST_SCORES = 1 << 28  # index scores alive at once on a rank: 1 GB of fp32
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32", "fp64"]

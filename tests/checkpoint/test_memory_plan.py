@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from glmserve.checkpoint import memory_plan as memory_plan_module
 from glmserve.checkpoint.declared import Source, open_source
 from glmserve.checkpoint.memory_plan import H200_GB, MemoryPlan, memory_plan, with_planned_pages
 from glmserve.checkpoint.placement import held_weights
@@ -105,7 +104,6 @@ def test_what_does_not_fit_is_refused_with_numbers(
 
 
 def test_index_scores_are_bounded_as_the_indexer_bounds_them(glm: Source) -> None:
-    assert memory_plan_module.MOST_SCORES == indexer.MOST_SCORES
     (scores,) = (i.bytes for i in plan(glm, chunk=8192).items if i.name == "index scores")
     assert scores == 4 * indexer.MOST_SCORES
 

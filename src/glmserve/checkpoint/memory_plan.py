@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 from glmserve.checkpoint.declared import Source
 from glmserve.checkpoint.placement import Held, held_weights
-from glmserve.config import PAGE_SIZE, EngineConfig
+from glmserve.config import MOST_SCORES, PAGE_SIZE, EngineConfig
 from glmserve.errors import ConfigError
 from glmserve.model_config import ModelConfig
 
 H200_GB = 149.0  # that a process can use
-MOST_SCORES = 1 << 28  # index scores alive at once, fp32
 _LIBRARIES = 2.0e9  # CUDA context, NCCL's buffers, compiled kernels
 _GRAPHS = 0.5e9  # instantiated graphs of all buckets
 _PARTIALS = 17e6  # partial sums and tickets of the products

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glmserve.checkpoint.weights import IndexerWeights
+from glmserve.config import MOST_SCORES
 from glmserve.kernels.index_logits import index_logits
 from glmserve.kernels.linear import QuantWeight, linear
 from glmserve.kernels.quantise import QuantRows
@@ -20,7 +21,6 @@ from glmserve.model.step import Selection, Step
 from glmserve.model_config import ModelConfig
 from glmserve.parallel.group import Group
 
-MOST_SCORES = 1 << 28  # scores alive at once, 1 GB
 SPLIT_ROWS = 512  # rows of a prefill step from which on ranks score a share of them each
 
 
