@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs by path or name, and how the files of a config that has none would store its weights.
-
-For plans, ledgers and synthetic weights. Where there are files, `formats` asks them instead.
+"""Configs by path or name, and how their weights are stored: what the files say (`formats`), or,
+for plans, ledgers and synthetic weights of a config without files, what they would.
 """
 
 from __future__ import annotations
@@ -47,12 +46,17 @@ def open_source(name: str, files: bool = True) -> Source:
     path = config_path(name)
     config = ModelConfig.from_file(path)
     if files and any((path.parent / file).is_file() for file in (INDEX_NAME, SINGLE_NAME)):
-        headers = read_headers(path.parent)
-        specs = checkpoint_tensors(config)
-        weights = stored_weights(headers.tensors, specs, ignored_tensors(config))
+        weights, headers = read_stored(path.parent, config)
         return Source(config, weights, headers)
     raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return Source(config, declared_weights(config, raw.get("quantization_config")), None)
+
+
+def read_stored(directory: Path, config: ModelConfig) -> tuple[dict[str, StoredWeight], Headers]:
+    """How the directory's files store each weight. CheckpointError names whatever does not fit."""
+    headers = read_headers(directory)
+    specs = checkpoint_tensors(config)
+    return stored_weights(headers.tensors, specs, ignored_tensors(config)), headers
 
 
 def config_path(name: str) -> Path:

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from glmserve.checkpoint.declared import read_stored
 from glmserve.checkpoint.dequantise import dequantise, repack_awq
-from glmserve.checkpoint.formats import Scheme, StoredWeight, stored_weights
-from glmserve.checkpoint.layout import checkpoint_tensors, ignored_tensors
+from glmserve.checkpoint.formats import Scheme
 from glmserve.checkpoint.loader import THREADS, Convert, Job, Loader, Piece, copies, piece
 from glmserve.checkpoint.placement import Form, Held, held_weights, memory_bytes
 from glmserve.checkpoint.progress import ProgressBar
-from glmserve.checkpoint.safetensors_header import Headers, read_headers
+from glmserve.checkpoint.safetensors_header import Headers
 from glmserve.checkpoint.weights import ModelWeights, View, allocate
 from glmserve.kernels.experts import Int4Weight
 from glmserve.kernels.linear import QuantWeight
@@ -32,13 +32,6 @@ def keeps_quantised(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether weights stay as stored: the kernels read them so, in bf16 on CUDA. Elsewhere the
     references run on de-quantised weights, which stand for the same numbers."""
     return torch.device(device).type == "cuda" and dtype == torch.bfloat16
-
-
-def read_stored(directory: Path, config: ModelConfig) -> tuple[dict[str, StoredWeight], Headers]:
-    """How the directory stores each weight. CheckpointError names whatever does not fit."""
-    headers = read_headers(directory)
-    specs = checkpoint_tensors(config)
-    return stored_weights(headers.tensors, specs, ignored_tensors(config)), headers
 
 
 @dataclass(frozen=True)
