@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ PRESETS: dict[str, dict[str, int]] = {
         "num_experts_per_tok": 8,
     },
 }
-LAYERS = 8  # 3 dense; full indexers at 0, 1, 2 and 6
+LAYERS = 8
+CONTEXT = 4096
 SHARDS = 3
 
 
@@ -82,7 +84,7 @@ def make_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_tokenizer(directory, PRESETS[preset]["vocab_size"], seed)
     stops, pad = list(tokenizer.eos_token_ids), tokenizer.pad_token_id
-    raw = _config(preset, stops, pad) | declaration(format)
+    raw = small_config(PRESETS[preset], CONTEXT, stops, pad) | declaration(format)
     config = ModelConfig.from_dict(raw)
     _write_json(directory / "config.json", raw)
     _write_json(
@@ -119,13 +121,17 @@ def scaled(name: str, x: Tensor, inputs: int) -> Tensor:
     return 1.1 / math.sqrt(inputs) * x
 
 
-def _config(preset: str, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
+def small_config(
+    sizes: Mapping[str, int], context: int, eos_token_ids: list[int], pad_token_id: int
+) -> dict[str, Any]:
+    """config.json of a model of `sizes` (as PRESETS): eight layers, three of them dense, full
+    indexers at 0, 1, 2 and 6, one MTP layer, a context of so many tokens."""
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
-        **PRESETS[preset],
+        **sizes,
         "num_hidden_layers": LAYERS,
-        "num_key_value_heads": PRESETS[preset]["num_attention_heads"],
+        "num_key_value_heads": sizes["num_attention_heads"],
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "moe_layer_freq": 1,
@@ -140,7 +146,7 @@ def _config(preset: str, eos_token_ids: list[int], pad_token_id: int) -> dict[st
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": context,
         "rope_parameters": {"rope_theta": 8_000_000, "rope_type": "default"},
         "rope_interleave": True,
         "indexer_rope_interleave": True,
