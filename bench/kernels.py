@@ -32,6 +32,7 @@ import torch
 import triton
 
 from bench.registry import Case, Problem, modules
+from glmserve.kernels.pdl import use_pdl
 
 RESULTS = ROOT / "bench" / "results" / "kernels.json"
 
@@ -99,12 +100,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose shape contains this")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=500, help="start no case after this")
+    parser.add_argument("--no-pdl", action="store_true", help="plain launches, to compare")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--merge", type=Path, help="only take over the rows of another such file")
     arguments = parser.parse_args()
     if arguments.merge:
         write(arguments.output, json.loads(arguments.merge.read_text()))
         return 0
+    use_pdl(not arguments.no_pdl)
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
     failed = 0

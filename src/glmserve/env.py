@@ -156,6 +156,9 @@ ALLOW_REFERENCE = EnvVar(
 GRAPHS = EnvVar(
     "GLMSERVE_GRAPHS", parse_bool, True, "CUDA, bf16: steps are replayed as CUDA graphs."
 )
+PDL = EnvVar(
+    "GLMSERVE_PDL", parse_bool, True, "CUDA: a kernel's programs start while the one before ends."
+)
 MAX_QUEUE = EnvVar("GLMSERVE_MAX_QUEUE", int, 1024, "Waiting requests before UNAVAILABLE.")
 RUNTIME_DIR = EnvVar(
     "GLMSERVE_RUNTIME_DIR", str, "", "Private directory of the relay socket between the stages."

@@ -70,14 +70,26 @@ def divide(a, b):
 
 
 @triton.jit
-def wait_for_previous(ENABLED: tl.constexpr):
-    """Programmatic dependent launch: blocks until the previous kernel's writes are visible."""
+def wait_for_previous(ENABLED: tl.constexpr = True):
+    """Until all that earlier kernels wrote is visible; nothing unless launched with `pdl()`."""
     if ENABLED and not INTERPRET:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def let_next_start(ENABLED: tl.constexpr):
-    """Programmatic dependent launch: lets the next kernel begin; it still waits for our end."""
+def let_next_start(ENABLED: tl.constexpr = True):
+    """Lets the next kernel's programs begin; they still wait for our end (`pdl`)."""
     if ENABLED and not INTERPRET:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(address, inside):
+    """Asks for the lines that pointers [...] lie in to be brought to the L2 cache, where `inside`;
+    for weights before `wait_for_previous`."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r", [address, inside.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

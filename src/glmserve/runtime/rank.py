@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from glmserve import env
 from glmserve.checkpoint.reader import Share, open_share
 from glmserve.checkpoint.synthetic_weights import SyntheticShare, synthetic_share
 from glmserve.config import PAGE_SIZE, EngineConfig
@@ -20,6 +21,7 @@ from glmserve.errors import GlmServeError
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.ring import BroadcastRing
 from glmserve.kernels.dispatch import allow_reference
+from glmserve.kernels.pdl import use_pdl
 from glmserve.messages import Progress, RanksReady, StepMasks, decode, encode
 from glmserve.model.caches import Caches, choose_format
 from glmserve.model.decoder import Decoder
@@ -51,6 +53,7 @@ def build(
             results.send(encode(Progress(line)))
 
     allow_reference(config.allow_reference)
+    use_pdl(env.PDL.get())
     with_mtp = config.drafts > 0
     cut = (group.rank, group.size, config.expert_layout, dtype, device, with_mtp)
     share: Share | SyntheticShare

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..quantise.kernel import quantise_groups
-from ..triton_common import to_bf16
+from ..triton_common import let_next_start, to_bf16, wait_for_previous
 
 GROUP = tl.constexpr(128)
 
@@ -35,12 +35,14 @@ def residual_norm_rows(
     GROUPS: tl.constexpr,
 ):
     """x, residual, total, normed [rows, width]; values and scales as `QuantRows`."""
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
     at = row * width + column
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous()
     tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from ..pdl import pdl
 from ..quantise.launch import empty_rows
 from ..quantise.reference import GROUP, QuantRows
 from . import kernel
@@ -40,6 +41,6 @@ def residual_norm(
         x, x if residual is None else residual, weight, normed, total,
         normed if rows8 is None else rows8.values, weight if rows8 is None else rows8.scales,
         rows, width, eps, residual is not None, not alone, quantised, groups,
-        num_warps=8 if groups >= 32 else 4,
+        num_warps=8 if groups >= 32 else 4, **pdl(),
     )  # fmt: skip
     return normed, total, rows8

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programmatic dependent launch (PTX griddepcontrol): a kernel's programs start while the kernel
+before it still runs, and wait inside for its end.
+
+A kernel that is launched with `**pdl()` calls, in every program, those that leave early too,
+
+    let_next_start()       as early as it likes: our dependents may take their places
+    wait_for_previous()    before it touches what earlier kernels write, or writes what they touch
+
+(`triton_common`). Before the wait it may read what no kernel of a step writes: weights, tables.
+Without the launch option both calls do nothing, so a kernel has one compiled form either way.
+"""
+
+from __future__ import annotations
+
+_options = {"launch_pdl": True}
+
+
+def pdl() -> dict[str, bool]:
+    """Launch options of a kernel that follows the rule above."""
+    return _options
+
+
+def use_pdl(wanted: bool) -> None:
+    """Turns it on (as at first) or off for all launches that follow. Captured graphs stay as they
+    are."""
+    _options["launch_pdl"] = wanted
