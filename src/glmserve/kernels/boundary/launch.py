@@ -36,6 +36,11 @@ def shared_bytes(capacity: int, size: int) -> tuple[int, int]:
     return 4 * capacity * 2, 2 * MAX_PROGRAMS * size * 4
 
 
+def takes_two_shots(size: int, rows: int, width: int) -> bool:
+    """Which form `boundary` chooses. Between two ranks both move the same bytes."""
+    return size > 2 and rows * width * 2 * (size - 1) > ONE_SHOT_BYTES
+
+
 def boundary(
     memory: PeerMemory,
     partial: torch.Tensor,
@@ -56,8 +61,7 @@ def boundary(
     assert rows * width <= memory.capacity, (rows, width, memory.capacity)
     assert partial.is_contiguous(), partial.stride()
     if two_shot is None:
-        # Between two ranks both forms move the same bytes.
-        two_shot = memory.size > 2 and rows * width * 2 * (memory.size - 1) > ONE_SHOT_BYTES
+        two_shot = takes_two_shots(memory.size, rows, width)
     normed, total = out or (torch.empty_like(partial), torch.empty_like(partial))
     rows8 = empty_rows(rows, width, partial.device) if quantised else None
     units = -(-rows // memory.size) if two_shot else rows
