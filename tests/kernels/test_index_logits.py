@@ -14,15 +14,15 @@ PAGES, WIDE, CTAS = 24, 6, 5  # physical pages; logical pages of a line; CTAs
 
 
 def make(
-    device: torch.device, counts: list[int], contexts: list[int], fp8: bool
+    device: torch.device, counts: list[int], contexts: list[int], fp8: bool, heads: int = 32
 ) -> dict[str, torch.Tensor]:
     """counts[s] rows at the end of sequence s, which has contexts[s] positions."""
     keys = torch.randn(PAGES * 64, 128)
     keys[::11] *= 20
     table = torch.randperm(PAGES, dtype=torch.int32)[: len(counts) * WIDE].view(-1, WIDE)
     rows = sum(counts)
-    query = torch.randn(rows, 32, 128)
-    weights = torch.randn(rows, 32) * 0.1
+    query = torch.randn(rows, heads, 128)
+    weights = torch.randn(rows, heads) * 0.1
     if fp8:
         cache = torch.zeros(PAGES * 64, 132, dtype=torch.uint8)
         write_index_rows(cache, torch.arange(PAGES * 64), keys)
@@ -72,9 +72,15 @@ def test_the_first_position_in_use_is_respected(device: torch.device) -> None:
     compare(make(device, [2, 2], [2, 200], True), 2, first=1)
 
 
+@pytest.mark.parametrize("heads", [32, 8])
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-def test_requests_with_any_number_of_rows(device: torch.device, fp8: bool) -> None:
-    compare(make(device, [1, 13, 1, 4], [100, 13, 383, 70], fp8), None)
+def test_requests_with_any_number_of_rows(device: torch.device, fp8: bool, heads: int) -> None:
+    compare(make(device, [1, 13, 1, 4], [100, 13, 383, 70], fp8, heads), None)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_small_model_has_fewer_heads(device: torch.device, rows: int) -> None:
+    compare(make(device, [rows] * 3, [9, 64 + rows, 6 * 64], True, 8), rows)
 
 
 def test_a_width_that_is_no_multiple_of_a_page(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from glmserve.kernels.latent_inputs import reference
 from glmserve.kernels.latent_inputs.kernel import latent_inputs, unserved
 from glmserve.kernels.latent_inputs.reference import IndexKeyNorm
-from glmserve.kernels.quant import read_index_pages, unpack_latent_rows
+from glmserve.kernels.quant import latent_row_bytes, read_index_pages, unpack_latent_rows
 from glmserve.kernels.rope.reference import rope_table
 
 SLOTS = 128
@@ -17,15 +17,18 @@ SLOTS = 128
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("index", [True, False], ids=["with index keys", "without"])
-def test_matches_the_reference(device: torch.device, fp8: bool, index: bool) -> None:
+@pytest.mark.parametrize(("q", "latent"), [(2048, 512), (128, 256)])
+def test_matches_the_reference(
+    device: torch.device, fp8: bool, index: bool, q: int, latent: int
+) -> None:
     rows = 5
-    projected = torch.randn(rows, 2048 + 576 + 160, device=device)
+    projected = torch.randn(rows, q + latent + 64 + 160, device=device)
     projected[1] *= 40
-    projected[2, 2048:2560] = 0  # the smallest scale
-    projected[3, 2050] = 300
+    projected[2, q : q + latent] = 0  # the smallest scale
+    projected[3, q + 2] = 300
     projected = projected.bfloat16()
-    q_norm = (1 + 0.1 * torch.randn(2048, device=device)).bfloat16()
-    kv_norm = (1 + 0.1 * torch.randn(512, device=device)).bfloat16()
+    q_norm = (1 + 0.1 * torch.randn(q, device=device)).bfloat16()
+    kv_norm = (1 + 0.1 * torch.randn(latent, device=device)).bfloat16()
     norm = IndexKeyNorm(
         (1 + 0.1 * torch.randn(128, device=device)).bfloat16(),
         (0.1 * torch.randn(128, device=device)).bfloat16(),
@@ -33,7 +36,7 @@ def test_matches_the_reference(device: torch.device, fp8: bool, index: bool) -> 
     rope = rope_table(torch.tensor([0, 5, 77, 4000, 9], device=device), 64, 8e6, torch.float32)
     slots = torch.tensor([70, 3, 127, 64, 0], device=device)
     # The wide reference says what the rows should hold before they are rounded or quantised.
-    wide_cache = torch.zeros(SLOTS, 576, device=device)
+    wide_cache = torch.zeros(SLOTS, latent + 64, device=device)
     wide_index = torch.zeros(SLOTS, 128, device=device) if index else None
     wide_norm = IndexKeyNorm(norm.weight.float(), norm.bias.float()) if index else None
     want = reference.latent_inputs(
@@ -41,10 +44,11 @@ def test_matches_the_reference(device: torch.device, fp8: bool, index: bool) -> 
         wide_norm, 1e-5,
     )  # fmt: skip
     if fp8:
-        cache = torch.zeros(SLOTS, 656, dtype=torch.uint8, device=device)
+        width = latent_row_bytes(latent)
+        cache = torch.zeros(SLOTS, width, dtype=torch.uint8, device=device)
         keys = torch.zeros(SLOTS, 132, dtype=torch.uint8, device=device)
     else:
-        cache = torch.zeros(SLOTS, 576, dtype=torch.bfloat16, device=device)
+        cache = torch.zeros(SLOTS, latent + 64, dtype=torch.bfloat16, device=device)
         keys = torch.zeros(SLOTS, 128, dtype=torch.bfloat16, device=device)
     got = latent_inputs(
         projected, q_norm, kv_norm, rope, slots, cache, keys if index else None,
@@ -54,7 +58,7 @@ def test_matches_the_reference(device: torch.device, fp8: bool, index: bool) -> 
     stored = unpack_latent_rows(cache) if fp8 else cache.float()
     close = 0.05 if fp8 else 3e-3
     for row, slot in enumerate(slots.tolist()):
-        for part in (slice(0, 512), slice(512, 576)):
+        for part in (slice(0, latent), slice(latent, latent + 64)):
             error = (stored[slot, part] - wide_cache[slot, part]).norm()
             assert error <= close * wide_cache[slot, part].norm() + 1e-6, (row, part)
     untouched = torch.ones(SLOTS, dtype=torch.bool, device=device)

@@ -66,6 +66,16 @@ def test_bf16_takes_depths_of_64(device: torch.device) -> None:
     assert_close("result", want, launch.linear(x, weight, torch.float32), "operator_bf16")
 
 
+@pytest.mark.parametrize("depth", [8, 48, 96])
+def test_narrow_inputs_have_one_order_of_their_sum(device: torch.device, depth: int) -> None:
+    weight, x = (torch.randn(n, depth).bfloat16().to(device) for n in (72, 70))
+    want = x.float() @ weight.float().T
+    for dtype in (torch.float32, torch.bfloat16):
+        got = launch.linear(x, weight, dtype)
+        assert_close(str(dtype), want, got, "operator_bf16")
+        assert torch.equal(launch.linear(x[3:4], weight, dtype), got[3:4])
+
+
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 def test_a_row_has_the_same_bits_alone_and_in_any_step(device: torch.device, fp8: bool) -> None:
     width, depth = 136, 1536

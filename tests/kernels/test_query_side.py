@@ -18,20 +18,23 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want).norm() / want.norm())
 
 
+@pytest.mark.parametrize(("nope", "v", "latent"), [(192, 256, 512), (32, 32, 256)])
 @pytest.mark.parametrize("rows", [1, 19, 70])
-def test_absorption_and_value_up(device: torch.device, rows: int) -> None:
+def test_absorption_and_value_up(
+    device: torch.device, rows: int, nope: int, v: int, latent: int
+) -> None:
     heads = 2
-    kv_b = torch.randn(heads, 192 + 256, 512, device=device).bfloat16() * 0.05
-    w_uk, w_uv = kv_b[:, :192], kv_b[:, 192:]  # slices, as the model has them
-    query = torch.randn(rows, heads, 256, device=device).bfloat16()
+    kv_b = torch.randn(heads, nope + v, latent, device=device).bfloat16() * 0.05
+    w_uk, w_uv = kv_b[:, :nope], kv_b[:, nope:]  # slices, as the model has them
+    query = torch.randn(rows, heads, nope + 64, device=device).bfloat16()
     rope = rope_table(torch.arange(rows, device=device) * 31, 64, 8e6, torch.float32)
     want = reference.absorb_query(query.float(), w_uk.float(), rope)
     got = absorb_query(query, w_uk, rope)
-    assert relative(got[..., :512], want[..., :512]) < 4e-3
-    assert relative(got[..., 512:], want[..., 512:]) < 4e-3
-    up = value_up(got[..., :512].contiguous(), w_uv)
-    wide = value_reference.value_up(got[..., :512].float(), w_uv.float())
-    assert up.shape == (rows, heads * 256)
+    assert relative(got[..., :latent], want[..., :latent]) < 4e-3
+    assert relative(got[..., latent:], want[..., latent:]) < 4e-3
+    up = value_up(got[..., :latent].contiguous(), w_uv)
+    wide = value_reference.value_up(got[..., :latent].float(), w_uv.float())
+    assert up.shape == (rows, heads * v)
     assert relative(up, wide) < 4e-3
 
 

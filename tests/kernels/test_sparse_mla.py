@@ -14,11 +14,11 @@ SCALE = 256**-0.5
 
 
 def make(
-    device: torch.device, fp8: bool, heads: int, counts: list[int], k: int
+    device: torch.device, fp8: bool, heads: int, counts: list[int], k: int, width: int = 512
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """query, cache, slots and the cache's values in fp32; row r uses counts[r] of its k places."""
     slots = 700
-    latent = torch.randn(slots, 512) * torch.exp(torch.randn(slots, 1))
+    latent = torch.randn(slots, width) * torch.exp(torch.randn(slots, 1))
     latent[::37] *= 50
     latent[5] = 0
     rope = torch.randn(slots, 64).bfloat16()
@@ -28,7 +28,7 @@ def make(
     else:
         cache = torch.cat((latent.bfloat16(), rope), 1)
         values = cache.float()
-    query = torch.randn(len(counts), heads, 576)
+    query = torch.randn(len(counts), heads, width + 64)
     query[:, ::3] *= 0.1
     query[0, 0, 7] = 30.0
     picks = torch.full((len(counts), k), -1, dtype=torch.int32)
@@ -65,6 +65,23 @@ def test_matches_the_reference(
             assert not got[row].any()
         else:
             assert relative(got[row], want[row]) < 5e-3, row
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(("heads", "latent"), [(8, 256), (2, 256), (32, 128), (1, 512)])
+def test_small_models_match_the_reference_alone_and_in_a_batch(
+    device: torch.device, fp8: bool, heads: int, latent: int
+) -> None:
+    query, cache, slots, values = make(device, fp8, heads, [1, 0, 77, 128], 128, latent)
+    assert not unserved(query, cache, latent)
+    want = reference.sparse_mla(query.float(), values, slots.long(), latent, SCALE)
+    got = sparse_mla(query, cache, slots, SCALE)
+    assert not got[1].any()
+    for row in (0, 2, 3):
+        assert relative(got[row], want[row]) < 5e-3, row
+        one = slice(row, row + 1)
+        alone = sparse_mla(query[one].contiguous(), cache, slots[one].contiguous(), SCALE)
+        assert torch.equal(alone[0], got[row])
 
 
 @pytest.mark.parametrize("plain", FORMS)
@@ -106,7 +123,7 @@ def test_a_bound_on_the_latents_saves_the_look_at_the_scales(
 
 
 def test_dimensions_that_the_kernel_does_not_serve_are_named() -> None:
-    query = torch.empty(1, 4, 576, dtype=torch.bfloat16)
-    assert unserved(query, torch.empty(64, 656, dtype=torch.uint8), 512) == {"heads": 4}
-    wrong = unserved(query.float()[:, :, :40].repeat(1, 2, 1), torch.empty(64, 40), 32)
+    query = torch.empty(1, 3, 576, dtype=torch.bfloat16)
+    assert unserved(query, torch.empty(64, 656, dtype=torch.uint8), 512) == {"heads": 3}
+    wrong = unserved(torch.empty(1, 8, 40), torch.empty(64, 40), 32)
     assert set(wrong) == {"latent row", "query dtype", "cache row"}

@@ -7,6 +7,8 @@ dense projections (`linear`).
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -52,6 +54,11 @@ def head_product(
         tl.store(target + N + c, to_bf16(tl.reshape(turned, [BM, 64])), mask=there)
 
 
+def unserved(k: int, n: int) -> dict[str, object]:
+    """Why the product does not take weights [H, k, n]."""
+    return {"head": (k, n)} if k % 32 or n % 32 else {}
+
+
 def multiply_heads(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rope: torch.Tensor | None
 ) -> None:
@@ -64,6 +71,8 @@ def multiply_heads(
     tile = next(tile for most, tile in _TILES if rows <= most)
     if rows == 0:
         return
+    # Tiles divide the head: small models have heads of 32.
+    tile = tile | {"BN": math.gcd(n, tile["BN"]), "BK": math.gcd(k, tile["BK"])}
     columns = n // tile["BN"] + (rope is not None)
     head_product[(columns, heads, triton.cdiv(rows, tile["BM"]))](
         x, w, out, x if rope is None else rope, rows, x.stride(0), x.stride(1),

@@ -4,8 +4,8 @@
 Rows are taken in groups that share each key tile: the rows of one request (1 to 9), or four rows
 in a row whatever their requests. Groups lie one behind the other as a line of pages, and each of a
 fixed number of CTAs scores an equal stretch of that line; how long it is stands in device memory.
-Keys are on the M side of the products and two rows' heads (64 columns) on the N side. fp8 pages
-come through a tensor descriptor over the cache seen as rows of 128 B, 66 to a page.
+Keys are on the M side of the products and two rows' heads (64 columns of GLM) on the N side. fp8
+pages come through a tensor descriptor over the cache seen as rows of 128 B, 66 to a page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..triton_common import dot
 
-HEADS, DIM, PAGE = 32, 128, 64
+DIM, PAGE = 128, 64
 GROUP = 4  # rows of a group where requests have any number of rows
 STAGES = 3
 SMS = 132  # multiprocessors of an H200; each takes three CTAs of up to 168 registers a thread
@@ -26,24 +26,25 @@ _MOST_GROUPS = 1024  # of one launch
 
 
 @triton.jit
-def _pair(query, weights, first_row, stop_row, R: tl.constexpr):
-    """Queries [32 R, 128] and head weights [32 R] of R rows; zeros from stop_row on."""
-    c = tl.arange(0, 32 * R)
+def _pair(query, weights, first_row, stop_row, R: tl.constexpr, HEADS: tl.constexpr):
+    """Queries [HEADS R, 128] and head weights [HEADS R] of R rows; zeros from stop_row on."""
+    c = tl.arange(0, HEADS * R)
     d = tl.arange(0, 128)
-    there = first_row + c // 32 < stop_row
-    line = first_row * 32 + c
+    there = first_row + c // HEADS < stop_row
+    line = first_row * HEADS + c
     q = tl.load(query + line[:, None] * 128 + d[None, :], mask=there[:, None], other=0.0)
     return q, tl.load(weights + line, mask=there, other=0.0)
 
 
 @triton.jit
 def _score(
-    keys, q, w, scale, out, width, position, first_row, lasts, first, allowed, R: tl.constexpr
-):
+    keys, q, w, scale, out, width, position, first_row, lasts, first, allowed,
+    R: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     """Stores the R rows' scores of one page."""
-    s = dot(keys, q.T, tl.zeros([64, 32 * R], tl.float32))
+    s = dot(keys, q.T, tl.zeros([64, HEADS * R], tl.float32))
     s = tl.maximum(s, 0.0) * w[None, :]
-    s = tl.sum(tl.reshape(s, [64, R, 32]), 2) * scale[:, None]
+    s = tl.sum(tl.reshape(s, [64, R, HEADS]), 2) * scale[:, None]
     r = tl.arange(0, R)
     at = position[:, None]
     s = tl.where((at <= lasts[None, :]) & (at >= first), s, float("-inf"))
@@ -64,26 +65,26 @@ def _rows(last, row_seq, first_row, stop_row, sequence, R: tl.constexpr):
 def _score_pages(
     query, weights, keys, cache, table, row_seq, last, out, width, first,
     first_row, stop_row, sequence, page_from, page_to,
-    ROWS: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Pages [page_from, page_to) of one sequence against the rows of a group that belong to it."""
     R: tl.constexpr = 1 if ROWS == 1 else 2
     t = tl.arange(0, 64)
     d = tl.arange(0, 128)
     scales = cache.to(tl.pointer_type(tl.float32))
-    q0, w0 = _pair(query, weights, first_row, stop_row, R)
+    q0, w0 = _pair(query, weights, first_row, stop_row, R, HEADS)
     l0, m0 = _rows(last, row_seq, first_row, stop_row, sequence, R)
     if ROWS > 2:
-        q1, w1 = _pair(query, weights, first_row + 2, stop_row, R)
+        q1, w1 = _pair(query, weights, first_row + 2, stop_row, R, HEADS)
         l1, m1 = _rows(last, row_seq, first_row + 2, stop_row, sequence, R)
     if ROWS > 4:
-        q2, w2 = _pair(query, weights, first_row + 4, stop_row, R)
+        q2, w2 = _pair(query, weights, first_row + 4, stop_row, R, HEADS)
         l2, m2 = _rows(last, row_seq, first_row + 4, stop_row, sequence, R)
     if ROWS > 6:
-        q3, w3 = _pair(query, weights, first_row + 6, stop_row, R)
+        q3, w3 = _pair(query, weights, first_row + 6, stop_row, R, HEADS)
         l3, m3 = _rows(last, row_seq, first_row + 6, stop_row, sequence, R)
     if ROWS > 8:
-        q4, w4 = _pair(query, weights, first_row + 8, stop_row, 1)
+        q4, w4 = _pair(query, weights, first_row + 8, stop_row, 1, HEADS)
         l4, m4 = _rows(last, row_seq, first_row + 8, stop_row, sequence, 1)
     page = tl.load(table + page_from)
     scale = tl.full([64], 1.0, tl.float32)
@@ -99,15 +100,15 @@ def _score_pages(
         if FP8:
             next_scale = tl.load(scales + page.to(tl.int64) * 2112 + 2048 + t)
         at = p * 64 + t
-        _score(k, q0, w0, scale, out, width, at, first_row, l0, first, m0, R)
+        _score(k, q0, w0, scale, out, width, at, first_row, l0, first, m0, R, HEADS)
         if ROWS > 2:
-            _score(k, q1, w1, scale, out, width, at, first_row + 2, l1, first, m1, R)
+            _score(k, q1, w1, scale, out, width, at, first_row + 2, l1, first, m1, R, HEADS)
         if ROWS > 4:
-            _score(k, q2, w2, scale, out, width, at, first_row + 4, l2, first, m2, R)
+            _score(k, q2, w2, scale, out, width, at, first_row + 4, l2, first, m2, R, HEADS)
         if ROWS > 6:
-            _score(k, q3, w3, scale, out, width, at, first_row + 6, l3, first, m3, R)
+            _score(k, q3, w3, scale, out, width, at, first_row + 6, l3, first, m3, R, HEADS)
         if ROWS > 8:
-            _score(k, q4, w4, scale, out, width, at, first_row + 8, l4, first, m4, 1)
+            _score(k, q4, w4, scale, out, width, at, first_row + 8, l4, first, m4, 1, HEADS)
         scale = next_scale
 
 
@@ -138,8 +139,8 @@ def _pages(last, pages, groups, ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUP
 def score(
     query, weights, keys, cache, page_table, row_seq, last, group_pages, out,
     rows, groups, table_width, width, first,
-    ROWS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr, FP8: tl.constexpr,
-    STAGES: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, UNIFORM: tl.constexpr, GROUPS: tl.constexpr,
+    FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A CTA's stretch of all groups' pages. UNIFORM: each group is one request's ROWS rows."""
     all_pages = tl.sum(_pages(last, group_pages, groups, ROWS, UNIFORM, GROUPS), 0).to(tl.int64)
@@ -175,7 +176,7 @@ def score(
                 _score_pages(
                     query, weights, keys, cache, page_table + sequence * table_width, row_seq,
                     last, out, width, first, first_row, stop_row, sequence, page_from,
-                    segment_stop, ROWS, FP8, STAGES,
+                    segment_stop, ROWS, HEADS, FP8, STAGES,
                 )  # fmt: skip
             row = following
         at = before + page_to
@@ -184,7 +185,7 @@ def score(
 def unserved(query: torch.Tensor, index_cache: torch.Tensor, page_size: int) -> dict[str, object]:
     """Dimensions that the kernels do not serve."""
     wrong: dict[str, object] = {}
-    if query.shape[1] != HEADS:
+    if query.shape[1] not in (8, 16, 32):
         wrong["index heads"] = query.shape[1]
     if query.shape[2] != DIM:
         wrong["index dim"] = query.shape[2]
@@ -250,7 +251,8 @@ def index_logits(
         score[(ctas or waves,)](
             query[some], head_weights[some], keys, index_cache, page_table, row_seq[some],
             last[some], pages, out[some], count, groups, page_table.shape[1], out.shape[1], first,
-            ROWS=group, UNIFORM=uniform, GROUPS=16 if small else _MOST_GROUPS, FP8=fp8,
-            STAGES=STAGES if fp8 else 2, num_warps=4, maxnreg=168 if three else 255,
+            ROWS=group, HEADS=query.shape[1], UNIFORM=uniform,
+            GROUPS=16 if small else _MOST_GROUPS, FP8=fp8, STAGES=STAGES if fp8 else 2,
+            num_warps=4, maxnreg=168 if three else 255,
         )  # fmt: skip
     return out[:, :max_context]

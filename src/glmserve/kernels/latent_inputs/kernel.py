@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..quant import latent_row_bytes
 from ..triton_common import divide, power_of_two_above, to_bf16, to_e4m3
 from .reference import IndexKeyNorm
 
@@ -61,8 +62,10 @@ def _write_index_key(
 def split_norm_write(
     projected, stride, index_projected, index_stride, q_norm, kv_norm, rope, slots, q_latent,
     latent_cache, index_cache, index_weight, index_bias, eps, index_eps,
-    Q: tl.constexpr, FP8: tl.constexpr, INDEX: tl.constexpr, INDEX_FP8: tl.constexpr,
+    Q: tl.constexpr, LATENT: tl.constexpr,
+    FP8: tl.constexpr, INDEX: tl.constexpr, INDEX_FP8: tl.constexpr,
 ):  # fmt: skip
+    ROW_BYTES: tl.constexpr = LATENT + LATENT // 32 + 128  # values, scales, rope
     row = tl.program_id(0)
     x = projected + row.to(tl.int64) * stride
     if tl.program_id(1) == 0:
@@ -73,25 +76,27 @@ def split_norm_write(
     else:
         slot = tl.load(slots + row)
         wide = slot.to(tl.int64)
-        g = tl.arange(0, 4)
+        g = tl.arange(0, LATENT // 128)
         d = g[:, None] * 128 + tl.arange(0, 128)[None, :]
         kv = tl.load(x + Q + d).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(tl.sum(kv * kv, 1), 0) * (1.0 / 512) + eps)
+        scale = tl.rsqrt(tl.sum(tl.sum(kv * kv, 1), 0) * (1.0 / LATENT) + eps)
         kv = kv * scale * tl.load(kv_norm + d).to(tl.float32)
         i = tl.arange(0, 32)
-        even = tl.load(x + Q + 512 + 2 * i).to(tl.float32)
-        odd = tl.load(x + Q + 513 + 2 * i).to(tl.float32)
+        even = tl.load(x + Q + LATENT + 2 * i).to(tl.float32)
+        odd = tl.load(x + Q + LATENT + 2 * i + 1).to(tl.float32)
         even, odd = _turn(even, odd, rope, row, 32, i)
         if FP8:
             top = tl.maximum(tl.max(tl.abs(kv), 1), _LEAST)
             step = divide(top, 448.0 + top * 0.0)
-            values = latent_cache.to(tl.pointer_type(tl.float8e4nv)) + wide * 656
+            values = latent_cache.to(tl.pointer_type(tl.float8e4nv)) + wide * ROW_BYTES
             tl.store(values + d, to_e4m3(divide(kv, step[:, None] + kv * 0.0)))
-            tl.store(latent_cache.to(tl.pointer_type(tl.float32)) + wide * 164 + 128 + g, step)
-            key = latent_cache.to(tl.pointer_type(tl.bfloat16)) + wide * 328 + 264
+            scales = latent_cache.to(tl.pointer_type(tl.float32)) + wide * (ROW_BYTES // 4)
+            tl.store(scales + LATENT // 4 + g, step)
+            key = latent_cache.to(tl.pointer_type(tl.bfloat16)) + wide * (ROW_BYTES // 2)
+            key += ROW_BYTES // 2 - 64
         else:
-            tl.store(latent_cache + wide * 576 + d, to_bf16(kv))
-            key = latent_cache + wide * 576 + 512
+            tl.store(latent_cache + wide * (LATENT + 64) + d, to_bf16(kv))
+            key = latent_cache + wide * (LATENT + 64) + LATENT
         tl.store(key + 2 * i, to_bf16(even))
         tl.store(key + 2 * i + 1, to_bf16(odd))
         if INDEX:
@@ -114,11 +119,12 @@ def unserved(
     q = q_norm.shape[0]
     if q & (q - 1) or q > 4096:
         wrong["q_lora_rank"] = q
-    if kv_norm.shape[0] != 512 or rope.shape[1] != 32:
-        wrong["latent row"] = (kv_norm.shape[0], 2 * rope.shape[1])
+    latent = kv_norm.shape[0]
+    if latent not in (128, 256, 512) or rope.shape[1] != 32:
+        wrong["latent row"] = (latent, 2 * rope.shape[1])
     if projected.dtype != torch.bfloat16:
         wrong["dtype"] = projected.dtype
-    rows = {torch.uint8: 656, torch.bfloat16: 576}
+    rows = {torch.uint8: latent_row_bytes(latent), torch.bfloat16: latent + 64}
     if rows.get(latent_cache.dtype) != latent_cache.shape[1]:
         wrong["cache row"] = (latent_cache.dtype, latent_cache.shape[1])
     rows = {torch.uint8: 132, torch.bfloat16: 128}
@@ -153,12 +159,12 @@ def latent_inputs(
         index = (latent_cache, q_norm, q_norm, 0.0)
     keys = projected
     if index_cache is not None:
-        keys = projected[:, q + 576 :] if index_projected is None else index_projected
+        keys = projected[:, q + len(kv_norm) + 64 :] if index_projected is None else index_projected
     assert keys.stride(1) == 1, keys.stride()
     split_norm_write[(rows, 2)](
         projected, projected.stride(0), keys, keys.stride(0), q_norm, kv_norm, rope, slots,
         q_latent, latent_cache, *index[:3], eps, index[3],
-        Q=q, FP8=latent_cache.dtype == torch.uint8, INDEX=index_cache is not None,
-        INDEX_FP8=index[0].dtype == torch.uint8, num_warps=4,
+        Q=q, LATENT=len(kv_norm), FP8=latent_cache.dtype == torch.uint8,
+        INDEX=index_cache is not None, INDEX_FP8=index[0].dtype == torch.uint8, num_warps=4,
     )  # fmt: skip
     return q_latent

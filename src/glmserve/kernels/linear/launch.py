@@ -17,7 +17,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantise.reference import QuantRows
-from . import kernel
+from . import kernel, narrow
 from .reference import QuantWeight
 
 FEW = 64  # rows up to which the swap-AB kernel is used
@@ -79,7 +79,7 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def unserved(depth: int, dtype: torch.dtype, scaled: bool = False) -> dict[str, object]:
     """Why no kernel takes rows of `depth` columns in `dtype` against such a weight."""
     reasons: dict[str, object] = {}
-    if depth % (128 if scaled else 64):
+    if depth % (128 if scaled else 8):
         reasons["input width"] = depth
     if dtype != torch.bfloat16:
         reasons["dtype"] = dtype
@@ -97,8 +97,10 @@ def linear(
     width = w_values.shape[0]
     assert values.is_contiguous(), values.stride()
     assert w_values.is_contiguous(), w_values.stride()
-    shape = plan(width, depth, scaled)
     out = torch.empty(rows, width, dtype=out_dtype, device=values.device)
+    if depth % 64:
+        return narrow.linear(values, w_values, out)
+    shape = plan(width, depth, scaled)
     if rows <= FEW:
         _few(values, scales, w_values, w_scales, out, shape, scaled)
     else:

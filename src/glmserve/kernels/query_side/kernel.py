@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..head_product.kernel import multiply_heads
+from ..head_product.kernel import multiply_heads, unserved
 from ..triton_common import divide, power_of_two_above, to_bf16, to_e4m3
 
 _LEAST = tl.constexpr(1e-4)  # quant.SMALLEST_AMAX
@@ -49,9 +49,7 @@ def absorb_unserved(
     query: torch.Tensor, w_uk: torch.Tensor, rope: torch.Tensor
 ) -> dict[str, object]:
     """Dimensions that the absorption kernel does not serve."""
-    wrong: dict[str, object] = {}
-    if w_uk.shape[1] % 64 or w_uk.shape[2] % 128:
-        wrong["head"] = tuple(w_uk.shape[1:])
+    wrong = unserved(*w_uk.shape[1:])
     if rope.shape[1] != 32:
         wrong["rope dim"] = 2 * rope.shape[1]
     if query.dtype != torch.bfloat16:

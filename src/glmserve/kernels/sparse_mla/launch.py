@@ -8,6 +8,8 @@ import math
 import torch
 import triton
 
+from ..quant import latent_row_bytes
+from . import small
 from .kernel import attend_bf16, attend_fp8, merge, merge_head
 
 TILE = 64  # tokens a step
@@ -22,14 +24,14 @@ def unserved(
     """Dimensions that the kernels do not serve."""
     heads, width = query.shape[1:]
     wrong: dict[str, object] = {}
-    if heads not in (8, 16, 32, 64):
+    if heads not in (1, 2, 4, 8, 16, 32, 64):
         wrong["heads"] = heads
-    if kv_lora_rank != 512 or width != 576:
+    if kv_lora_rank not in (128, 256, 512) or width != kv_lora_rank + 64:
         wrong["latent row"] = (kv_lora_rank, width)
     if query.dtype != torch.bfloat16:
         wrong["query dtype"] = query.dtype
-    fp8 = latent_cache.dtype == torch.uint8 and latent_cache.shape[1] == 656
-    if not fp8 and (latent_cache.dtype != torch.bfloat16 or latent_cache.shape[1] != 576):
+    rows = {torch.uint8: latent_row_bytes(kv_lora_rank), torch.bfloat16: width}
+    if rows.get(latent_cache.dtype) != latent_cache.shape[1]:
         wrong["cache row"] = (latent_cache.dtype, latent_cache.shape[1])
     return wrong
 
@@ -50,7 +52,9 @@ def sparse_mla(
     assert query.is_contiguous(), query.stride()
     assert latent_cache.is_contiguous(), latent_cache.stride()
     assert slots.is_contiguous(), slots.stride()
-    rows, all_heads, _ = query.shape
+    rows, all_heads, width = query.shape
+    if width != 576 or all_heads < 8:
+        return small.attend(query, latent_cache, slots, scale * math.log2(math.e))
     k = slots.shape[1]
     out = torch.empty(rows, all_heads, 512, dtype=query.dtype, device=query.device)
     if rows == 0:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import torch
 
-from ..head_product.kernel import multiply_heads
+from ..head_product import kernel
 
 
 def unserved(latent: torch.Tensor, w_uv: torch.Tensor) -> dict[str, object]:
     """Dimensions that the kernel does not serve."""
-    wrong: dict[str, object] = {}
-    if w_uv.shape[1] % 128 or w_uv.shape[2] % 64:
-        wrong["head"] = tuple(w_uv.shape[1:])
+    wrong = kernel.unserved(w_uv.shape[2], w_uv.shape[1])
     if latent.dtype != torch.bfloat16:
         wrong["dtype"] = latent.dtype
     return wrong
@@ -21,5 +19,5 @@ def unserved(latent: torch.Tensor, w_uv: torch.Tensor) -> dict[str, object]:
 def value_up(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     rows, heads, _ = latent.shape
     out = torch.empty(rows, heads, w_uv.shape[1], dtype=latent.dtype, device=latent.device)
-    multiply_heads(latent, w_uv.transpose(1, 2), out, None)
+    kernel.multiply_heads(latent, w_uv.transpose(1, 2), out, None)
     return out.flatten(1)
