@@ -9,6 +9,7 @@ of the meta device refuse), a shape that no kernel serves.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -25,16 +26,25 @@ from glmserve.model.batch import DenseRows, StepBatch
 from glmserve.model.caches import CacheFormat, Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
+from glmserve.model_config import ModelConfig
 from glmserve.parallel.group import SingleGroup
 from tests.golden import forward
 from tests.model.kernel_launches import launched, torch_work
 
 PAGES = 40
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def fake_weights(preset: str, fp8: bool) -> ModelWeights:
+def config_of(preset: str) -> ModelConfig:
+    """A golden's config, or that of the trained small checkpoint."""
+    if preset == "small":
+        return ModelConfig.from_file(ROOT / "checkpoints" / "tiny" / "config.json")
+    return forward.config_of(preset)
+
+
+def fake_weights(preset: str, fp8: bool, ranks: int = 1) -> ModelWeights:
     """Weights that have shapes only, as a checkpoint of that kind would be held."""
-    config = forward.config_of(preset)
+    config = config_of(preset)
     stored = {}
     for name, spec in checkpoint_tensors(config).items():
         if fp8 and forward.is_projection(name, spec):
@@ -47,7 +57,7 @@ def fake_weights(preset: str, fp8: bool) -> ModelWeights:
         else:
             parts = {"values": StoredTensor(forward.HERE, "BF16", spec.shape)}
             stored[name] = StoredWeight(Scheme.PLAIN, spec.shape, parts)
-    held = held_weights(config, stored, 0, 1, "ep", keep=True)
+    held = held_weights(config, stored, 0, ranks, "ep", keep=True)
     return allocate(config, held, torch.bfloat16, "meta")[0]
 
 
@@ -73,11 +83,13 @@ def _no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("rows", "each"), [(1, 1), (12, 6), (24, 1), (700, None)], ids=str)
 @pytest.mark.parametrize("cache", ["model", "fp8"])
-@pytest.mark.parametrize(("preset", "fp8"), [("glm", True), ("glm", False), ("block", True)])
+@pytest.mark.parametrize(
+    ("preset", "fp8"), [("glm", True), ("glm", False), ("block", True), ("small", False)]
+)
 def test_a_pass_launches_kernels_only(
     preset: str, fp8: bool, cache: Literal["model", "fp8"], rows: int, each: int | None
 ) -> None:
-    config, group = forward.config_of(preset), SingleGroup()
+    config, group = config_of(preset), SingleGroup()
     with torch.inference_mode():
         weights = fake_weights(preset, fp8)
         decoder, mtp = Decoder(config, weights, group), Mtp(config, weights, group)
@@ -101,6 +113,23 @@ def test_a_pass_launches_kernels_only(
     assert logits.shape == (rows, config.vocab_size)
     assert kernels["describe_rows"] == 3
     assert kernels["score"] == len(config.full_layers) + 1  # not in the pass that was given a set
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_of_the_small_checkpoint_launches_kernels_only(ranks: int) -> None:
+    """A rank's share of every weight; what the ranks exchange is left out."""
+    config, group = config_of("small"), SingleGroup()
+    with torch.inference_mode():
+        decoder = Decoder(config, fake_weights("small", False, ranks), group)
+        caches = Caches.allocate(config, PAGES, 64, torch.bfloat16, "meta", "model")
+        for rows, each in ((4, 4), (100, None)):
+            batch = fake_batch(rows, each)
+            with launched(run=False):
+                decoder.forward(batch, caches)
+            with launched(run=False), torch_work() as torch_calls:
+                logits = decoder.logits(decoder.forward(batch, caches))
+            assert not torch_calls.found, torch_calls.found
+            assert logits.shape == (rows, config.vocab_size // ranks)
 
 
 @pytest.mark.parametrize("cache", ["model", "fp8"])
