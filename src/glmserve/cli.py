@@ -11,6 +11,7 @@ from glmserve.checkpoint import commands as checkpoint_commands
 from glmserve.checkpoint import plan_commands
 from glmserve.engine import commands as engine_commands
 from glmserve.errors import GlmServeError
+from glmserve.runtime import bench_commands
 from glmserve.server import commands as server_commands
 from glmserve.text import commands as text_commands
 
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         engine_commands,
         checkpoint_commands,
         plan_commands,
+        bench_commands,
         text_commands,
     )
     for commands in offered:
