@@ -3,7 +3,8 @@
 
 For the block preset (or --checkpoint), each number of drafts and each bucket of rows: the time of a
 replayed step, of the same step launched eagerly, and of a step while the whole engine plans it; the
-kernels of a replay by name, their gaps, and how many a layer takes. Writes bench/results/step.json.
+kernels of a replay by name, the gaps inside it and between replays, and what a layer of each kind
+takes. Writes bench/results/step.json.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from glmserve.sampling_params import SamplingParams
 RESULTS = ROOT / "bench" / "results" / "step.json"
 PROMPT = 200
 STEPS = 60
+PROFILED = 3  # steps whose kernels are listed
 LAYER_MARK = "split_norm_write"  # a kernel that runs once a layer
 
 
@@ -103,33 +106,46 @@ def replayed(runner: StepRunner, bucket: int, steps: int) -> float:
     return float(first.elapsed_time(last)) / steps
 
 
-def kernels(runner: StepRunner, rows: int) -> list[tuple[str, int, int]]:
-    """(name, start, end) in ns of everything that the device runs in three whole steps."""
+@dataclass(frozen=True)
+class Event:
+    """Something that the device ran. What one replay runs has one launch number."""
+
+    name: str
+    start: int  # ns
+    end: int
+    launch: int
+
+
+def events_of(runner: StepRunner, rows: int) -> list[Event]:
+    """Everything that the device runs in `PROFILED` whole steps, in order."""
     plan = StepPlan(0, decode=tuple(range(rows)))
     runner.run(plan).wait()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        pending = [runner.run(plan) for _ in range(3)]
+        pending = [runner.run(plan) for _ in range(PROFILED)]
         for step in pending:
             step.wait()
         torch.cuda.synchronize()
     found = [
-        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
+        Event(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id())
+        for e in profiler.profiler.kineto_results.events()
+        if e.device_type().name == "CUDA"
     ]
-    return sorted((e for e in found if "Synchronize" not in e[0]), key=lambda event: event[1])
+    return sorted((e for e in found if "Synchronize" not in e.name), key=lambda e: e.start)
 
 
-def our_kernels() -> set[str]:
-    """Names of the project's jit functions."""
+def our_kernels() -> dict[str, str]:
+    """The project's jit functions: name -> the operator whose folder it is in."""
     pattern = re.compile(r"^@(?:triton|gluon)\.jit.*\ndef (\w+)", re.MULTILINE)
-    sources = (ROOT / "src" / "glmserve" / "kernels").rglob("*.py")
-    return {name for source in sources for name in pattern.findall(source.read_text())}
+    folder = ROOT / "src" / "glmserve" / "kernels"
+    return {
+        name: source.relative_to(folder).parts[0]
+        for source in folder.rglob("*.py")
+        for name in pattern.findall(source.read_text())
+    }
 
 
-def foreign(names: Counter[str]) -> dict[str, int]:
+def foreign(names: Counter[str], ours: dict[str, str]) -> dict[str, int]:
     """What ran that is neither ours nor a copy nor NCCL's: by name, how often."""
-    ours = our_kernels()
     allowed = ("Memcpy", "Memset", "nccl")
     return {
         name: count
@@ -138,24 +154,59 @@ def foreign(names: Counter[str]) -> dict[str, int]:
     }
 
 
-def usual_layer(names: list[str], marks: list[int]) -> list[str]:
-    """What runs from one layer's mark to the next, where that happens most often."""
-    layers = Counter(tuple(names[a:b]) for a, b in pairwise(marks))
-    return list(layers.most_common(1)[0][0])
+def layers_by_kind(names: list[str], ours: dict[str, str]) -> dict[str, Any]:
+    """The kernels from one layer's mark to the next layer's, by what the layer is made of: how
+    many layers of the kind, how many kernels one has, and which (those of the most usual form).
+
+    A window holds a layer's attention and feed-forward, and what the next one does before its mark.
+    """
+    rooms = [ours.get(name, "") for name in names]
+    marks = [i for i, name in enumerate(names) if name == LAYER_MARK]
+    found: dict[str, Counter[tuple[str, ...]]] = {}
+    for a, b in pairwise(marks):
+        inside = set(rooms[a:b])
+        if "sampling" in inside or "vocabulary" in inside:
+            continue  # the pass ends in it
+        routed = "MoE" if "experts" in inside else "dense"
+        kind = f"{routed}, {'own' if 'topk_select' in inside else 'shared'} index"
+        found.setdefault(kind, Counter())[tuple(names[a:b])] += 1
+    table = {}
+    for kind, forms in sorted(found.items()):
+        usual, _ = forms.most_common(1)[0]
+        table[kind] = {
+            "layers": forms.total() // PROFILED,
+            "kernels": len(usual),
+            "names": list(usual),
+            "other_counts": sorted({len(form) for form in forms} - {len(usual)}),
+        }
+    return table
 
 
-def describe(events: list[tuple[str, int, int]]) -> dict[str, Any]:
-    names = Counter(name for name, _, _ in events)
-    gaps = [(start - end) / 1000 for (_, _, end), (_, start, _) in pairwise(events)]
-    marks = [i for i, (name, _, _) in enumerate(events) if LAYER_MARK in name]
+def largest(gaps: list[float]) -> dict[str, Any]:
+    """Gaps in us."""
+    ordered = sorted((round(gap, 1) for gap in gaps), reverse=True)
+    return {"over_3_us": sum(gap > 3 for gap in gaps), "largest_us": ordered[:6]}
+
+
+def describe(events: list[Event]) -> dict[str, Any]:
+    """Gaps inside a replay are the graph's own; between replays the host launches something."""
+    ours, names = our_kernels(), Counter(event.name for event in events)
+    pairs = [((b.start - a.end) / 1000, a, b) for a, b in pairwise(events)]
+    spans: dict[int, list[Event]] = {}
+    for event in events:
+        spans.setdefault(event.launch, []).append(event)
+    replays = [span for span in spans.values() if len(span) > 1]
     return {
-        "kernels_a_step": round(len(events) / 3, 1),
-        "busy_us_a_step": round(sum(end - start for _, start, end in events) / 3000, 1),
-        "gaps_over_3_us": sum(gap > 3 for gap in gaps),
-        "largest_gaps_us": sorted((round(gap, 1) for gap in gaps), reverse=True)[:6],
-        "kernels_a_layer": [b - a for a, b in pairwise(marks)][: len(marks) // 3],
-        "usual_layer": usual_layer([name for name, _, _ in events], marks),
-        "foreign": foreign(names),
+        "kernels_a_step": round(len(events) / PROFILED, 1),
+        "busy_us_a_step": round(sum(e.end - e.start for e in events) / 1000 / PROFILED, 1),
+        "replay_us": [round((span[-1].end - span[0].start) / 1000, 1) for span in replays],
+        "launches_a_step": round(len(spans) / PROFILED, 1),
+        "gaps_inside_a_replay": largest([g for g, a, b in pairs if a.launch == b.launch]),
+        "gaps_between_launches": {
+            f"{a.name} -> {b.name}": round(gap, 1) for gap, a, b in pairs if a.launch != b.launch
+        },
+        "layers": layers_by_kind([event.name for event in events], ours),
+        "foreign": foreign(names, ours),
         "names": dict(names.most_common()),
     }
 
@@ -172,7 +223,7 @@ def rank_rows(checkpoint: Path, rows: int, drafts: int, buckets: list[int]) -> l
         row: dict[str, Any] = {"drafts": drafts, "rows": bucket}
         row["replay_ms"] = round(replayed(runner, bucket, STEPS), 4)
         row["captured_ms"] = round(timed(runner, bucket, STEPS), 4)
-        row |= describe(kernels(runner, bucket))
+        row |= describe(events_of(runner, bucket))
         kept, runner.graphs.shapes = runner.graphs.shapes, {}
         row["eager_ms"] = round(timed(runner, bucket, 10), 4)
         runner.graphs.shapes = kept

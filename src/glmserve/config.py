@@ -18,6 +18,7 @@ from glmserve.errors import ConfigError
 
 PAGE_SIZE = 64  # tokens of a cache page; DESIGN: prefix hits are multiples of it
 MAX_DRAFTS = 8
+MOST_STEPS_IN_FLIGHT = 4
 MOST_SCORES = 1 << 28  # index scores alive at once on a rank: 1 GB of fp32
 
 Device = Literal["cpu", "cuda"]
@@ -52,7 +53,7 @@ class EngineConfig:
     gpu_memory_gb: float = 0.0  # 10^9 bytes that a rank may use of its GPU; 0 = what is free
     synthetic: bool = False  # random weights made on the device; only the config is read
     allow_reference: bool = False  # on CUDA: plain torch where no Triton kernel serves the shape
-    steps_in_flight: int = 2  # plans sent before the oldest result is needed
+    steps_in_flight: int = 4  # most plans sent before the oldest result is needed
     graphs: bool = True  # on CUDA in bf16, without references: steps are replayed as CUDA graphs
     page_seed: int | None = None  # hand pages out in a seeded random order (tests)
     capture_dir: str = ""  # rank 0 records what it computes there (offline commands)
@@ -83,7 +84,11 @@ class EngineConfig:
         need(self.valid_tokens >= 0, "valid_tokens", "must not be negative")
         need(self.max_queue >= 1, "max_queue", "must be at least 1")
         need(0.0 < self.latent_norm_eps < 1.0, "latent_norm_eps", "must be in (0, 1)")
-        need(self.steps_in_flight in (1, 2), "steps_in_flight", "must be 1 or 2")
+        need(
+            1 <= self.steps_in_flight <= MOST_STEPS_IN_FLIGHT,
+            "steps_in_flight",
+            f"must be in 1..{MOST_STEPS_IN_FLIGHT}",
+        )
 
     @property
     def lookahead(self) -> int:

@@ -238,6 +238,19 @@ def test_limits_leave_room_for_the_longest_request() -> None:
     assert harness.output("a") == expected_output(prompt_of(length, 3), 10, ())
 
 
+def test_steps_in_flight_ask_for_no_page_past_the_longest_request() -> None:
+    """Its page table ends there: the next entry is another row's."""
+    drafts = 3
+    longest = 4 * 64 - (2 * drafts + 1)
+    harness = Harness(num_pages=20, drafts=drafts, max_model_len=longest)
+    assert harness.config.pages_per_row == 4
+    harness.loop.take([make_request("a", prompt_of(longest - 30, 3), 30, ignore_eos=True)])
+    harness.run()
+    assert len(harness.output("a")) == 30
+    grants = [grant for plan in harness.ranks.plans for grant in plan.grants]
+    assert max(grant.start + len(grant.pages) for grant in grants) == 4
+
+
 def test_a_second_run_of_a_prompt_computes_only_its_last_page() -> None:
     harness = Harness(chunk=64)
     prompt = prompt_of(300, 1)
@@ -304,7 +317,7 @@ def test_running_requests_share_pages_and_the_oldest_unused_are_evicted() -> Non
     max_rows=st.integers(1, 5),
     chunk=st.sampled_from([1, 7, 16, 64]),
     drafts=st.integers(0, 3),
-    steps_in_flight=st.sampled_from([1, 2]),
+    steps_in_flight=st.sampled_from([1, 2, 4]),
     page_seed=st.one_of(st.none(), st.integers(0, 9)),
 )
 def test_any_mix_of_requests_equals_one_at_a_time(

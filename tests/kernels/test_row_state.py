@@ -95,3 +95,20 @@ def test_page_ends_and_rows_are_put_as_the_reference_puts_them(
     reference.put_rows(want, index, hidden[:3])
     kernel.put_rows(got, index, hidden[:3])
     assert torch.equal(got, want)
+
+
+def test_results_are_sent_to_the_slots_in_turn(device: torch.device) -> None:
+    """More results than slots, and more numbers than a block."""
+    shapes = ((3, 5), (600, 13), (1, 3))
+    pinned = device.type == "cuda"
+    for module in (reference, kernel):
+        slots = torch.zeros(2, c.SLOT_HEAD + 600 * 13, dtype=torch.int32, pin_memory=pinned)
+        sent = torch.zeros(1, dtype=torch.int64, device=device)
+        for number, shape in enumerate(shapes):
+            results = torch.randint(0, 1 << 30, shape, dtype=torch.int32, device=device)
+            module.send_results(results, slots, sent)
+            assert int(sent) == number + 1  # waits for the device
+            slot = slots[number % 2]
+            assert int(slot[0]) == number + 1
+            got = slot[c.SLOT_HEAD : c.SLOT_HEAD + results.numel()]
+            assert torch.equal(got.view(shape), results.cpu())

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's loop: take requests in, keep the ranks busy, send tokens out. One thread.
 
-Up to `steps_in_flight` plans are out at a time; the loop waits for the oldest result only when
-it can plan no further. It never waits for the client.
+Two plans are out at a time, more of them (up to `steps_in_flight`) while steps are so short that
+two do not cover the way of a result to a plan and of that plan to the device. The loop waits for
+the oldest result only when it can plan no further. It never waits for the client.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from typing import Protocol
 
 from glmserve.engine.scheduler import Scheduler
 from glmserve.messages import Cancel, Request, StepPlan, StepResult, Update, decode, encode
+
+# Seconds of work that are kept behind the step that runs: a result's way through three processes,
+# and a plan's way back, take up to so long on a machine with idle cores.
+_COVER = 1.5e-3
+_SMOOTHING = 0.1  # weight of the newest interval between results
 
 
 class Ranks(Protocol):
@@ -39,6 +45,8 @@ class EngineLoop:
         self.emit = emit
         self.step_timeout = step_timeout  # seconds a step may take before the ranks are given up
         self.in_flight: deque[StepPlan] = deque()
+        self._interval = _COVER  # seconds between results, smoothed
+        self._last_result = 0.0
 
     def take(self, messages: Iterable[Request | Cancel]) -> None:
         """Queues requests, applies cancels and deadlines. Called before every step."""
@@ -54,7 +62,7 @@ class EngineLoop:
 
     def step(self) -> bool:
         """Plans what can be planned and applies one result; False when there is nothing to do."""
-        while len(self.in_flight) < self.scheduler.config.steps_in_flight:
+        while not self._far_enough():
             plan = self.scheduler.schedule()
             if plan is None:
                 break
@@ -69,7 +77,15 @@ class EngineLoop:
             return False
         result = decode(self.ranks.recv(self.step_timeout))
         assert isinstance(result, StepResult), result
+        now = time.monotonic()
+        self._interval += _SMOOTHING * (min(now - self._last_result, _COVER) - self._interval)
+        self._last_result = now
         update = self.scheduler.apply(result, self.in_flight.popleft())
         if not update.empty:
             self.emit(update)
         return True
+
+    def _far_enough(self) -> bool:
+        """Whether no further plan is to be sent before the oldest result is here."""
+        out, most = len(self.in_flight), self.scheduler.config.steps_in_flight
+        return out >= most or (out >= 2 and (out - 1) * self._interval >= _COVER)

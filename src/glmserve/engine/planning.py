@@ -73,7 +73,8 @@ class Planner:
         # need every token before them.
         ready = table.decoding & (table.length + in_flight < table.limit)
         ready &= ~(table.grammar & (in_flight > 0))
-        slots = table.length + in_flight * self._each + self._config.lookahead
+        known = np.minimum(table.length + in_flight * self._each, table.limit)
+        slots = known + self._config.lookahead
         short = ready & (slots > table.slots)
         if short.any():
             self._grow_decoding(ready, slots, short.nonzero()[0].tolist(), grants)

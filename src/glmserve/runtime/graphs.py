@@ -21,15 +21,16 @@ from glmserve.runtime.variants import ALL_VARIANTS, EVERYTHING, Variant
 
 Forward = Callable[[Layout], tuple[Tensor, Tensor]]
 Finish = Callable[[Layout, Tensor, Tensor, Variant], tuple[Tensor, Tensor | None]]
+Send = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A captured step, or the second half of one, and where it leaves what it computed."""
+    """A captured step, or the second half of one, and where it leaves the draws."""
 
     graph: torch.cuda.CUDAGraph
     draws: Tensor  # [M] int64
-    results: Tensor  # [S, columns.result_width(k)] int32
+    sequences: int  # whose results it sends
 
 
 @dataclass(frozen=True)
@@ -74,23 +75,26 @@ class Graphs:
         layouts: Mapping[Shape, Layout],
         forward: Forward,
         finish: Finish,
+        send: Send,
         progress: Callable[[str], None],
     ) -> None:
-        """Captures every shape's step.
+        """Captures every shape's step; each ends by sending its results.
 
         Each one is run first, which compiles its kernels. Largest first: the smaller ones then
         fit into the memory that it took.
         """
         for layout in layouts.values():
             for variant in ALL_VARIANTS:
-                finish(layout, *forward(layout), variant)
+                _, results = finish(layout, *forward(layout), variant)
+                assert results is not None
+                send(results)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         started = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         for shape in sorted(layouts, key=lambda shape: -shape.rows):
-            self.shapes[shape] = _capture(layouts[shape], forward, finish, pool)
+            self.shapes[shape] = _capture(layouts[shape], forward, finish, send, pool)
             progress(
                 f"captured {'mixed' if shape.mixed else 'decode'} steps of {shape.rows} rows:"
                 f" {len(self.shapes)} of {len(layouts)} shapes, {time.monotonic() - started:.1f} s"
@@ -100,20 +104,24 @@ class Graphs:
         progress(f"graphs take {self.bytes / 2**20:.0f} MiB")
 
 
-def _capture(layout: Layout, forward: Forward, finish: Finish, pool: Any) -> Captured:
+def _capture(layout: Layout, forward: Forward, finish: Finish, send: Send, pool: Any) -> Captured:
+    def ended(hidden: Tensor, logits: Tensor, variant: Variant) -> tuple[Tensor, int]:
+        draws, results = finish(layout, hidden, logits, variant)
+        assert results is not None
+        send(results)
+        return draws, len(results)
+
     whole = {}
     for variant in ALL_VARIANTS:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            draws, results = finish(layout, *forward(layout), variant)
-        assert results is not None
-        whole[variant] = Step(graph, draws, results)
+            found = ended(*forward(layout), variant)
+        whole[variant] = Step(graph, *found)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         hidden, logits = forward(layout)
     head = Head(graph, hidden, logits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        draws, results = finish(layout, hidden, logits, EVERYTHING)
-    assert results is not None
-    return Captured(layout, whole, head, Step(graph, draws, results))
+        found = ended(hidden, logits, EVERYTHING)
+    return Captured(layout, whole, head, Step(graph, *found))

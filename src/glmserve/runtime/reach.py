@@ -34,5 +34,4 @@ class Reach:
 
     def confirm(self, row: int, surplus: int) -> None:
         """A step of the row has confirmed `surplus` tokens less than were counted."""
-        if surplus:
-            self._surplus.append((row, surplus))
+        self._surplus.append((row, surplus))

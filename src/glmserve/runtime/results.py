@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's results on their way to the host: copied behind the step, read when they are there.
+"""A step's results on their way to the host: sent by the step, read when they are there.
 
-On CUDA the copies go to pinned memory and an event follows them, so that the next step can be
-launched first (DESIGN §3.1). Log-probabilities are read only in steps with a row that asks.
+On CUDA they go to pinned memory (eager steps copy them there, graphs write them: `result_slots`)
+and an event follows, so that the next step can be launched first (DESIGN §3.1). Log-probabilities
+are read only in steps with a row that asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -60,7 +62,8 @@ class Pending:
 
     step: int
     places: Places
-    results: Tensor | None  # [S, columns.result_width(k)] int32 on the host; None: nothing drawn
+    # Reads [S, columns.result_width(k)] int32 once the step is done; None: nothing drawn.
+    results: Callable[[], npt.NDArray[np.int32]] | None
     with_drafts: Container[int]  # rows whose new drafts are reported
     reach: Reach
     logprobs: Report | None = None
@@ -89,10 +92,11 @@ class Pending:
                 rows_computed=places.prefill_rows,
                 expert_totals=totals,
             )
-        lines = self.results.numpy()[: len(places.rows)]  # without padding
+        lines = self.results()[: len(places.rows)]  # without padding
         counts = lines[:, columns.COUNT]
         for row, count in zip(places.decode, counts.tolist(), strict=False):
-            self.reach.confirm(row, places.width - count)
+            if count != places.width:
+                self.reach.confirm(row, places.width - count)
         rows_computed = places.width * np.count_nonzero(counts[:decoding]) + places.prefill_rows
         drew = counts > 0  # the others had ended
         rows = np.array(places.rows, dtype=np.int32)[drew]

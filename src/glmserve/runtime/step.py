@@ -39,6 +39,7 @@ from glmserve.runtime.packing import (
     step_arrays,
 )
 from glmserve.runtime.reach import Reach
+from glmserve.runtime.result_slots import ResultSlots
 from glmserve.runtime.results import Pending, to_host
 from glmserve.runtime.row_state import RowState
 from glmserve.runtime.sampler import Sampler
@@ -90,6 +91,8 @@ class StepRunner:
         self.load = ExpertLoad(decoder.config, layers, self.state.padding, device)
         self._load_due = 0.0  # time.monotonic() of the next report of expert totals
         self.graphs = Graphs()
+        most = max(buckets(config.max_rows)[-1], MIXED_ROWS[-1])
+        self.slots = ResultSlots(most, config.drafts, device)
         self._replayed: dict[Shape, tuple[int, ...]] = {}  # device rows that each one holds
 
     @torch.inference_mode()
@@ -117,7 +120,8 @@ class StepRunner:
                 shape: pack(nothing, Places.of(nothing, width - 1, shape), self.state, None)
                 for shape in shapes
             }
-            self.graphs.capture(layouts, self.forward, self.finish, progress)
+            self.graphs.capture(layouts, self.forward, self.finish, self.slots.send, progress)
+            self.slots.restart()
         self.load.totals.zero_()  # what was only tried is no load
 
     @torch.inference_mode()
@@ -192,7 +196,7 @@ class StepRunner:
         if not (plan.masks_follow or reported):
             step = captured.whole[variant]
             step.graph.replay()
-            pending.results = to_host(step.results)
+            pending.results = self.slots.launched(step.sequences)
             return
         head, tail = captured.head, captured.tail
         head.graph.replay()
@@ -202,7 +206,7 @@ class StepRunner:
         own = head.logits.clone() if plan.masks_follow and reported else head.logits
         self._mask(plan, places, head.logits)
         tail.graph.replay()
-        pending.results = to_host(tail.results)
+        pending.results = self.slots.launched(tail.sequences)
         pending.logprobs = self.reporter.of_draws(places, own, tail.draws)
 
     def _run_eagerly(
@@ -219,7 +223,7 @@ class StepRunner:
             self._mask(plan, places, masked)
         draws, results = self.finish(layout, hidden, masked, variant)
         if results is not None:
-            pending.results = to_host(results)
+            pending.results = to_host(results).numpy
             pending.logprobs = self.reporter.of_draws(places, logits, draws)
         if self.capture:
             own = self.decoder.logits(hidden)

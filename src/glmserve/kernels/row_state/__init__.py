@@ -14,7 +14,15 @@ import torch
 from ..dispatch import use_kernel
 from . import columns, reference
 
-__all__ = ["columns", "keep_page_ends", "place_rows", "put_rows", "store_drafts", "verify_rows"]
+__all__ = [
+    "columns",
+    "keep_page_ends",
+    "place_rows",
+    "put_rows",
+    "send_results",
+    "store_drafts",
+    "verify_rows",
+]
 
 
 def put_rows(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
@@ -99,6 +107,22 @@ def store_drafts(
 
         return kernel.store_drafts(*operands)
     return reference.store_drafts(*operands)
+
+
+def send_results(results: torch.Tensor, slots: torch.Tensor, sent: torch.Tensor) -> None:
+    """Writes a step's results to the slot whose turn it is, and counts it.
+
+    results  [S, columns.result_width(k)] int32
+    slots    [slots, at least columns.SLOT_HEAD + S * width] int32; on CUDA pinned memory of the
+             host, which the device writes itself
+    sent     [1] int64 on the device: results sent so far; the slot is its remainder
+    """
+    assert columns.SLOT_HEAD + results.numel() <= slots.shape[1], (results.shape, slots.shape)
+    if results.is_cuda and use_kernel("send_results", "cuda", {}):
+        from . import kernel
+
+        return kernel.send_results(results, slots, sent)
+    return reference.send_results(results, slots, sent)
 
 
 def keep_page_ends(

@@ -38,3 +38,7 @@ EXHAUSTED = 2
 
 def result_width(drafts: int) -> int:
     return TOKENS + 2 * drafts + 1
+
+
+# A slot of results on the host, int32: the result's number (1, 2, ..), and from here on its rows.
+SLOT_HEAD = 4

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import INTERPRET  # noqa: F401 (chooses the interpreter before tl is used)
+from ..pdl import pdl
+from ..triton_common import let_next_start, wait_for_previous
 from . import columns as c
 
 _LENGTH = tl.constexpr(c.LENGTH)
@@ -29,6 +30,7 @@ _FIRST_ROW = tl.constexpr(c.FIRST_ROW)
 _FIRST_DRAW = tl.constexpr(c.FIRST_DRAW)
 _PROMPT_END = tl.constexpr(c.PROMPT_END)
 _SEQUENCE = tl.constexpr(c.SEQUENCE_WIDTH)
+_HEAD = tl.constexpr(c.SLOT_HEAD)
 _BLOCK = 1024
 _PLACES = 16  # covers the most drafts and the token after them: one form for any number
 
@@ -46,6 +48,8 @@ def place(
     table, sequences, tokens, positions, row_seq, next_positions, ahead, width, padding, K,
     J: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     sequence = sequences + tl.program_id(0) * _SEQUENCE
     first = tl.load(sequence + _FIRST_ROW)
     row = tl.load(sequence + _ROW)
@@ -76,6 +80,8 @@ def verify(
     table, sequences, draws, following, last, results, width, padding, K,
     J: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     s = tl.program_id(0).to(tl.int64)
     sequence = sequences + s * _SEQUENCE
     row = tl.load(sequence + _ROW)
@@ -120,6 +126,8 @@ def keep_drafts(
     table, sequences, tokens, results, count, width, column, out_width, out_column,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = s < count
     row = tl.load(sequences + s * _SEQUENCE + _ROW, mask=there, other=0)
@@ -128,11 +136,27 @@ def keep_drafts(
     tl.store(results + s * out_width + out_column, token.to(tl.int32), mask=there)
 
 
+@triton.jit(do_not_specialize=["words", "line_words"])
+def send(results, lines, sent, words, line_words, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    let_next_start()
+    wait_for_previous()
+    number = tl.load(sent)
+    line = lines + number % SLOTS * line_words
+    for start in range(0, words, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(line + _HEAD + i, tl.load(results + i, mask=i < words), mask=i < words)
+    tl.debug_barrier()  # every thread has read the number
+    tl.store(line, (number + 1).to(tl.int32))
+    tl.store(sent, number + 1)
+
+
 @triton.jit(do_not_specialize=["words", "table_width"])
 def keep_ends(
     hidden, positions, row_seq, page_table, page_hidden, words, table_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     r = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + r)
     if position % PAGE == PAGE - 1:
@@ -182,7 +206,7 @@ def place_rows(
         place[(len(sequences),)](
             table, sequences, tokens, positions, row_seq, next_positions, ahead,
             table.shape[1], len(table) - 1,
-            drafts, J=_PLACES, num_warps=1,
+            drafts, J=_PLACES, num_warps=1, **pdl(),
         )  # fmt: skip
 
 
@@ -200,7 +224,7 @@ def verify_rows(
     if len(sequences):
         verify[(len(sequences),)](
             table, sequences, draws, following, last, results, table.shape[1], len(table) - 1,
-            drafts, J=_PLACES, num_warps=1,
+            drafts, J=_PLACES, num_warps=1, **pdl(),
         )  # fmt: skip
 
 
@@ -216,8 +240,17 @@ def store_drafts(
     if len(sequences):
         keep_drafts[(triton.cdiv(len(sequences), 128),)](
             table, sequences, tokens, results, len(sequences), table.shape[1], c.DRAFTS + number,
-            results.shape[1], c.TOKENS + drafts + 1 + number, BLOCK=128, num_warps=4,
+            results.shape[1], c.TOKENS + drafts + 1 + number, BLOCK=128, num_warps=4, **pdl(),
         )  # fmt: skip
+
+
+def send_results(results: torch.Tensor, slots: torch.Tensor, sent: torch.Tensor) -> None:
+    """As the operator."""
+    assert results.is_contiguous() and slots.is_contiguous(), (results.stride(), slots.stride())
+    send[(1,)](
+        results, slots, sent, results.numel(), slots.shape[1],
+        SLOTS=len(slots), BLOCK=_BLOCK, num_warps=4, **pdl(),
+    )  # fmt: skip
 
 
 def keep_page_ends(
@@ -232,5 +265,6 @@ def keep_page_ends(
     if len(positions):
         keep_ends[(len(positions),)](
             _words(hidden), positions, row_seq, page_table, _words(page_hidden),
-            _row_words(hidden), page_table.shape[1], PAGE=page_size, BLOCK=_BLOCK, num_warps=4,
+            _row_words(hidden), page_table.shape[1], PAGE=page_size, BLOCK=_BLOCK,
+            num_warps=4, **pdl(),
         )  # fmt: skip

@@ -93,6 +93,14 @@ def store_drafts(
     results[:, c.TOKENS + drafts + 1 + number] = tokens.to(torch.int32)
 
 
+def send_results(results: torch.Tensor, slots: torch.Tensor, sent: torch.Tensor) -> None:
+    number = int(sent)
+    slot = slots[number % len(slots)]
+    slot[0] = number + 1
+    slot[c.SLOT_HEAD : c.SLOT_HEAD + results.numel()] = results.flatten()
+    sent[:] = number + 1
+
+
 def keep_page_ends(
     hidden: torch.Tensor,
     positions: torch.Tensor,

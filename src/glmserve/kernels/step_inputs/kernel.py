@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import divide
+from ..pdl import pdl
+from ..triton_common import divide, let_next_start, wait_for_previous
 from .reference import StepInputs
 
 _TURN = tl.constexpr(2 * math.pi)
@@ -26,6 +27,8 @@ def describe_rows(
     rows, table_width, ahead, shift,
     HALF: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, HALF)
     there = r < rows
@@ -86,6 +89,6 @@ def step_inputs(
         describe_rows[(triton.cdiv(rows, 8),)](
             positions, row_seq, page_table, _periods(rope_dim, theta, device), table, last, slots,
             rows, page_table.shape[1], ahead, shift, HALF=half, PAGE=page_size, BLOCK=8,
-            num_warps=2,
+            num_warps=2, **pdl(),
         )  # fmt: skip
     return StepInputs(table, last, slots)

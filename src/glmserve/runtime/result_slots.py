@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of replayed steps in memory of the host that the device writes itself.
+
+The last kernel of a graph puts the step's results into the next of a few slots, so that a step is
+one launch and nothing follows it. Not its job: knowing when they are there (`results.Pending`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from glmserve.config import MOST_STEPS_IN_FLIGHT
+from glmserve.kernels.row_state import columns, send_results
+
+Lines = npt.NDArray[np.int32]
+
+# A step is planned once the result `steps_in_flight` before it was read; twice that, because
+# whoever drives a runner without an engine may read late.
+SLOTS = 2 * MOST_STEPS_IN_FLIGHT
+
+
+class ResultSlots:
+    def __init__(self, sequences: int, drafts: int, device: torch.device) -> None:
+        """For steps of up to `sequences` sequences that draw."""
+        self._width = columns.result_width(drafts)
+        words = columns.SLOT_HEAD + sequences * self._width
+        self._slots = torch.zeros(SLOTS, words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._sent = torch.zeros(1, dtype=torch.int64, device=device)
+        self._launched = 0
+
+    def send(self, results: Tensor) -> None:
+        """The operator that graphs end with: results [S, width] int32 of the device."""
+        send_results(results, self._slots, self._sent)
+
+    def restart(self) -> None:
+        """Forgets what was sent while graphs were made."""
+        self._sent.zero_()
+        self._launched = 0
+
+    def launched(self, sequences: int) -> Callable[[], Lines]:
+        """To be called for every replay, in order; what it returns reads the results
+        [sequences, width] once the step is done."""
+        slot, self._launched = self._slots[self._launched % SLOTS], self._launched + 1
+        number, words = self._launched, sequences * self._width
+
+        def read() -> Lines:
+            line: Lines = slot.numpy()
+            assert line[0] == number & 0x7FFFFFFF, (line[0], number)
+            lines = line[columns.SLOT_HEAD : columns.SLOT_HEAD + words]
+            return lines.reshape(sequences, self._width)
+
+        return read

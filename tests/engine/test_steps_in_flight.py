@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many steps the loop plans ahead: enough of them to cover the host, and no more."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from glmserve.config import EngineConfig
+from glmserve.engine.loop import EngineLoop
+from glmserve.engine.scheduler import Scheduler
+from glmserve.messages import Request, Update
+from glmserve.sampling_params import SamplingParams
+from tests.engine.fake_ranks import FakeRanks
+
+TOKENS = 80
+
+
+class SlowRanks(FakeRanks):
+    """A result takes `seconds`."""
+
+    seconds = 0.0
+
+    def recv(self, timeout: float | None = None) -> bytes:
+        time.sleep(self.seconds)
+        return super().recv(timeout)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "allowed", "want"),
+    [
+        pytest.param(0.004, 4, 2, id="long-steps"),
+        pytest.param(0.0, 4, 4, id="short-steps"),
+        pytest.param(0.0, 2, 2, id="short-steps-limited"),
+        pytest.param(0.0, 1, 1, id="one-at-a-time"),
+    ],
+)
+def test_short_steps_are_planned_further_ahead(seconds: float, allowed: int, want: int) -> None:
+    config = EngineConfig("none", num_pages=8, max_rows=1, steps_in_flight=allowed)
+    config = config.with_limits(400)
+    ranks = SlowRanks(config)
+    ranks.seconds = seconds
+    updates: list[Update] = []
+    loop = EngineLoop(Scheduler(config, (96,)), ranks, updates.append)
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    loop.take([Request("a", np.arange(5, dtype=np.int32), sampling)])
+    out = [len(loop.in_flight) for _ in iter(loop.step, False)]
+    assert max(out) == want - 1  # one result has come when a step returns
+    assert sum(len(update.tokens) for update in updates) == TOKENS
