@@ -50,7 +50,8 @@ def test_kernels_in_a_row_match_wide_references_in_a_row(device: torch.device, f
         torch.zeros(PAGES * 64, n, dtype=torch.uint8 if fp8 else bf16, device=device)
         for n in shapes
     )
-    cq = latent_inputs(projected, q_norm, kv_norm, rope, own, latent, index, norm, 1e-5)[mine]
+    cq = latent_inputs(projected, q_norm, kv_norm, rope, own, latent, index, norm, 1e-5)
+    cq = cq.rows[mine]
     heads = (cq.float() @ wq_b.float().T).to(bf16).view(-1, 32, 128)
     weights = projected[mine, Q + 576 + 128 :]
     iq, iw = index_query(heads, weights, rope[mine], fp8)

@@ -10,6 +10,8 @@ from glmserve.kernels.latent_inputs import reference
 from glmserve.kernels.latent_inputs.kernel import latent_inputs, unserved
 from glmserve.kernels.latent_inputs.reference import IndexKeyNorm
 from glmserve.kernels.quant import latent_row_bytes, read_index_pages, unpack_latent_rows
+from glmserve.kernels.quantise.reference import quantise
+from glmserve.kernels.residual_norm import Normed
 from glmserve.kernels.rope.reference import rope_table
 
 SLOTS = 128
@@ -50,10 +52,13 @@ def test_matches_the_reference(
     else:
         cache = torch.zeros(SLOTS, latent + 64, dtype=torch.bfloat16, device=device)
         keys = torch.zeros(SLOTS, 128, dtype=torch.bfloat16, device=device)
-    got = latent_inputs(
+    got, got8 = latent_inputs(
         projected, q_norm, kv_norm, rope, slots, cache, keys if index else None,
-        norm if index else None, 1e-5,
+        norm if index else None, 1e-5, quantised=index,
     )  # fmt: skip
+    assert (got8 is not None) == index
+    if got8 is not None:
+        assert all(torch.equal(a, b) for a, b in zip(got8, quantise(got), strict=True))
     assert (got.float() - want).norm() < 3e-3 * want.norm()
     stored = unpack_latent_rows(cache) if fp8 else cache.float()
     close = 0.05 if fp8 else 3e-3
@@ -116,6 +121,6 @@ def test_an_index_key_projected_apart_gives_the_same_rows(device: torch.device) 
                 torch.zeros(SLOTS, n, dtype=torch.uint8, device=device) for n in (656, 132)
             )
             q = run(parts[0], ones, ones[:512], rope, slots, cache, keys, norm, 1e-5, parts[1])
-            pairs.append((q, cache, keys))
+            pairs.append((q.rows if isinstance(q, Normed) else q, cache, keys))
     for got, want in zip(pairs[:2], pairs[2:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

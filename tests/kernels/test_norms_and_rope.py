@@ -77,7 +77,7 @@ def test_latent_inputs_norms_ropes_and_writes_its_slots_only(
     latent = torch.full((2 * rows + 3, shape.kv_lora + rope), 7.0, dtype=dtype)
     keys = torch.full((2 * rows + 3, index), 7.0, dtype=dtype)
     table = rope_table(positions, rope, THETA, dtype)
-    got = latent_inputs(projected, q_norm, kv_norm, table, slots, latent, keys, norm, 1e-6)
+    got = latent_inputs(projected, q_norm, kv_norm, table, slots, latent, keys, norm, 1e-6).rows
 
     q, kv, k_rope, k_index, _ = torch.split(projected, widths, dim=1)
     assert_close("q latent", naive_rms(q, q_norm, 1e-6), got, key(dtype))

@@ -16,7 +16,6 @@ from glmserve.checkpoint.weights import AttentionWeights
 from glmserve.kernels.dense_mla import dense_mla
 from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
 from glmserve.kernels.linear import QuantWeight, linear
-from glmserve.kernels.quantise import QuantRows, quantise
 from glmserve.kernels.query_side import absorb_query
 from glmserve.kernels.residual_norm import Normed
 from glmserve.kernels.sparse_mla import sparse_mla
@@ -81,24 +80,19 @@ class Attention:
             None if index_projected is None else self.index_norm,
             self.latent_norm_eps,
             index_projected,
+            isinstance(w.q_b, QuantWeight),  # the indexer's wq_b is stored alike
         )
-        latent_rows: Tensor | QuantRows = q_latent
-        if isinstance(w.q_b, QuantWeight):
-            latent_rows = quantise(q_latent)  # once for q_b and the indexer's wq_b
         if selection is None:
             assert index_projected is not None, "a pass that scores writes its index keys first"
             assert self.indexer is not None
             assert cache.index_k is not None
             head_weights = index_projected[:, c.index_head_dim :]
             selection = self.indexer.select(
-                latent_rows if self.indexer.reads_fp8 else q_latent,
-                head_weights,
-                cache.index_k,
-                step,
+                q_latent.for_weight(w.indexer.wq_b), head_weights, cache.index_k, step
             )
             if taps is not None:
                 selection = taps.selected(selection, step)
-        query = linear(latent_rows, w.q_b).view(len(q_latent), -1, c.qk_head_dim)
+        query = linear(q_latent.for_weight(w.q_b), w.q_b).unflatten(1, (-1, c.qk_head_dim))
         attended: list[Tensor] = []
         at = 0
         for chunk in step.batch.dense:

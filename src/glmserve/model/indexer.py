@@ -13,7 +13,7 @@ from torch import Tensor
 from glmserve.checkpoint.weights import IndexerWeights
 from glmserve.config import MOST_SCORES
 from glmserve.kernels.index_logits import index_logits
-from glmserve.kernels.linear import QuantWeight, linear
+from glmserve.kernels.linear import linear
 from glmserve.kernels.quantise import QuantRows
 from glmserve.kernels.query_side import index_query
 from glmserve.kernels.topk_select import topk_select
@@ -27,7 +27,6 @@ SPLIT_ROWS = 512  # rows of a prefill step from which on ranks score a share of 
 class Indexer:
     def __init__(self, config: ModelConfig, weights: IndexerWeights, group: Group) -> None:
         self.config, self.weights, self.group = config, weights, group
-        self.reads_fp8 = isinstance(weights.wq_b, QuantWeight)
 
     def select(
         self, q_latent: Tensor | QuantRows, head_weights: Tensor, index_k: Tensor, step: Step

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import use_kernel
+from ..quantise.reference import GROUP, quantise
+from ..residual_norm import Normed
 from . import reference
 from .reference import IndexKeyNorm
 
@@ -29,7 +31,8 @@ def latent_inputs(
     index_norm: IndexKeyNorm | None,
     eps: float,
     index_projected: torch.Tensor | None = None,
-) -> torch.Tensor:
+    quantised: bool = False,
+) -> Normed:
     """Writes row r into cache slot slots[r] and returns the normed q latent [R, q_lora_rank].
 
     projected     [R, >= q_lora + kv_lora + rope (+ index_dim)]
@@ -42,6 +45,7 @@ def latent_inputs(
                   its first `rope` dimensions are roped; or uint8 [slots, 132] (see `quant`)
     index_projected  [R, >= index_dim]: the index key's projection, where it does not stand behind
                   the latents' in `projected`
+    quantised     asks for the q latent (q_lora a multiple of 128) in fp8 beside the rows
     """
     rows, width = projected.shape
     rope_dim = 2 * rope.shape[1]
@@ -50,6 +54,7 @@ def latent_inputs(
     assert fp8 or latent_cache.shape[1] == kv_norm.shape[0] + rope_dim, latent_cache.shape
     assert slots.shape == (rows,)
     assert rope.shape[0] == rows
+    assert not quantised or q_norm.shape[0] % GROUP == 0, q_norm.shape
     assert (index_cache is None) == (index_norm is None)
     if index_cache is not None:
         assert index_norm is not None
@@ -64,9 +69,10 @@ def latent_inputs(
         if use_kernel("latent_inputs", "cuda", odd):
             return kernel.latent_inputs(
                 projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps,
-                index_projected,
+                index_projected, quantised,
             )  # fmt: skip
-    return reference.latent_inputs(
+    q_latent = reference.latent_inputs(
         projected, q_norm, kv_norm, rope, slots, latent_cache, index_cache, index_norm, eps,
         index_projected,
     )  # fmt: skip
+    return Normed(q_latent, quantise(q_latent) if quantised else None)

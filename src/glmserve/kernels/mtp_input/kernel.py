@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..residual_norm.kernel import norm_tile
-from ..triton_common import to_bf16
+from ..triton_common import let_next_start, to_bf16, wait_for_previous
 
 GROUP = tl.constexpr(128)
 
@@ -25,6 +25,7 @@ def mtp_rows(
     GROUPS: tl.constexpr,
 ):
     """embedding, hidden [R, width] -> columns [first, first + share) of [R, 2 width] in out."""
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
@@ -35,10 +36,11 @@ def mtp_rows(
     else:
         source = hidden
         weight = hidden_norm
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous()
     start = half * width - first  # of this half among the rank's columns
     if (start < share) & (start + width > 0):
         tile = tl.load(source + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         result = to_bf16(norm_tile(tile, gain, width, eps))
         kept = inside & (column >= -start) & (column < share - start)
         tl.store(out + row * share + start + column, result, mask=kept)

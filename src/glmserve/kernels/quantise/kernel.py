@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ..triton_common import divide, to_e4m3
+from ..triton_common import divide, let_next_start, to_e4m3, wait_for_previous
 
 GROUP = tl.constexpr(128)
 
@@ -19,10 +19,12 @@ def quantise_groups(tile):
 @triton.jit
 def quantise_rows(x, values, scales, rows, groups, BLOCK: tl.constexpr):
     """Program (r, b): groups [b * BLOCK, (b + 1) * BLOCK) of row r."""
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * groups * GROUP + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = group < groups
+    wait_for_previous()
     tile = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
     quantised, scale = quantise_groups(tile)
     tl.store(values + at, quantised, mask=inside[:, None])

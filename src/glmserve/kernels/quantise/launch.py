@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..pdl import pdl
 from . import kernel
 from .reference import GROUP, QuantRows
 
@@ -24,5 +25,7 @@ def quantise(x: torch.Tensor) -> QuantRows:
     groups = width // GROUP
     out = empty_rows(rows, width, x.device)
     grid = (rows, -(-groups // _BLOCK))
-    kernel.quantise_rows[grid](x, out.values, out.scales, rows, groups, _BLOCK, num_warps=4)
+    kernel.quantise_rows[grid](
+        x, out.values, out.scales, rows, groups, _BLOCK, num_warps=4, **pdl()
+    )
     return out

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from ..head_product.kernel import multiply_heads, unserved
-from ..triton_common import divide, power_of_two_above, to_bf16, to_e4m3
+from ..pdl import pdl
+from ..triton_common import (
+    divide,
+    let_next_start,
+    power_of_two_above,
+    to_bf16,
+    to_e4m3,
+    wait_for_previous,
+)
 
 _LEAST = tl.constexpr(1e-4)  # quant.SMALLEST_AMAX
 
@@ -22,10 +30,12 @@ def turn_index_query(
     query, weights, weights_row, rope, out, out_weights, constant,
     ALL_HEADS: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     row = tl.program_id(0)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, 64)
     at = (row * ALL_HEADS + h)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    wait_for_previous()
     q = tl.load(query + at).to(tl.float32)
     even, odd = tl.split(tl.reshape(q, [HEADS, 64, 2]))
     angle = rope + (row * 32 + i) * 2
@@ -89,6 +99,6 @@ def index_query(
     if rows:
         turn_index_query[(rows, heads // 8)](
             query, head_weights, head_weights.stride(0), rope, out, weights,
-            (dim * heads) ** -0.5, ALL_HEADS=heads, HEADS=8, FP8=fp8, num_warps=2,
+            (dim * heads) ** -0.5, ALL_HEADS=heads, HEADS=8, FP8=fp8, num_warps=2, **pdl(),
         )  # fmt: skip
     return out, weights

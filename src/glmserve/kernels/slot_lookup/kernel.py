@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import INTERPRET  # noqa: F401 (chooses the interpreter before tl is used)
+from ..pdl import pdl
+from ..triton_common import let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["k", "table_width"])
@@ -15,9 +16,11 @@ def look_up(
     positions, page_table, row_seq, slots, k, table_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = i < k
+    wait_for_previous()
     p = tl.load(positions + row * k + i, mask=there, other=-1).to(tl.int32)
     line = page_table + tl.load(row_seq + row) * table_width
     page = tl.load(line + tl.maximum(p, 0) // PAGE, mask=there & (p >= 0), other=0)
@@ -38,6 +41,6 @@ def slot_lookup(
         block = 1 if k == 1 else 1024
         look_up[(rows, triton.cdiv(k, block))](
             positions, page_table, row_seq, slots, k, page_table.shape[1],
-            PAGE=page_size, BLOCK=block, num_warps=4 if block > 256 else 1,
+            PAGE=page_size, BLOCK=block, num_warps=4 if block > 256 else 1, **pdl(),
         )  # fmt: skip
     return slots

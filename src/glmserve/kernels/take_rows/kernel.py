@@ -9,15 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import INTERPRET  # noqa: F401 (chooses the interpreter before tl is used)
+from ..pdl import pdl
+from ..triton_common import let_next_start, wait_for_previous
 
 _WORD = 4  # bytes
 
 
 @triton.jit(do_not_specialize=["words"])
 def copy_rows(x, index, out, words, BLOCK: tl.constexpr):
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous()
     source = tl.load(index + row).to(tl.int64)
     tl.store(out + row * words + i, tl.load(x + source * words + i, mask=i < words), mask=i < words)
 
@@ -39,6 +42,6 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         block = 32 if words <= 32 else 1024
         copy_rows[(len(index), triton.cdiv(words, block))](
             x.view(-1).view(torch.int32), index, out.view(-1).view(torch.int32), words,
-            BLOCK=block, num_warps=1 if block == 32 else 4,
+            BLOCK=block, num_warps=1 if block == 32 else 4, **pdl(),
         )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..linear import launch as linear_launch
+from ..pdl import pdl
 from . import kernel
 
 _BLOCK = 1024
@@ -15,7 +16,7 @@ def embed_shard(tokens: torch.Tensor, table: torch.Tensor, first: int) -> torch.
     rows, (held, width) = tokens.shape[0], table.shape
     out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     grid = (rows, -(-width // _BLOCK))
-    kernel.embed_rows[grid](tokens, table, out, first, held, width, _BLOCK, num_warps=4)
+    kernel.embed_rows[grid](tokens, table, out, first, held, width, _BLOCK, num_warps=4, **pdl())
     return out
 
 
