@@ -32,6 +32,7 @@ from glmserve.checkpoint.safetensors_header import INDEX_NAME, ITEM_BYTES
 from glmserve.model_config import ModelConfig
 
 _SHARD = 5 << 30  # bytes of a file, as in the release
+_WRITERS = 4  # files written at once
 _POOL = 256 << 20  # random bytes, written again and again from different places
 
 
@@ -72,29 +73,43 @@ def write_checkpoint(folder: Path, raw: dict[str, Any]) -> int:
             filled = 0
         shards[-1].append((name, dtype, shape))
         filled += size
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     pool = np.random.default_rng(0).integers(0, 256, _POOL, dtype=np.uint8)
-    weight_map, total = {}, 0
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map.update({name: file for name, _, _ in shard})
-        header, end = {}, 0
-        for name, dtype, shape in sorted(shard, key=lambda e: (-ITEM_BYTES[e[1]], e[0])):
-            begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (folder / file).open("wb") as stream:
-            stream.write(struct.pack("<Q", len(text)) + text)
-            while end:
-                start = (total * 4099) % (_POOL // 2)
-                part = pool[start : start + min(end, _POOL // 2)]
-                stream.write(part.tobytes())
-                end -= len(part)
-                total += len(part)
-            stream.flush()
-            os.fsync(stream.fileno())
+    with ThreadPoolExecutor(_WRITERS) as writers:
+        sizes = list(
+            writers.map(
+                lambda number: write_shard(folder / names[number], shards[number], pool, number),
+                range(len(shards)),
+            )
+        )
+    weight_map = {
+        entry[0]: name for name, shard in zip(names, shards, strict=True) for entry in shard
+    }
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-    return total
+    return sum(sizes)
+
+
+def write_shard(
+    file: Path, entries: list[tuple[str, str, tuple[int, ...]]], pool: Any, seed: int
+) -> int:
+    """One file, its tensors from parts of the pool; returns their bytes."""
+    header, end = {}, 0
+    for name, dtype, shape in sorted(entries, key=lambda e: (-ITEM_BYTES[e[1]], e[0])):
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        done = 0
+        while done < end:
+            start = ((done + seed * _SHARD) * 4099) % (_POOL // 2)
+            part = pool[start : start + min(end - done, _POOL // 2)]
+            stream.write(part)
+            done += len(part)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return end
 
 
 def drop(files: list[Path]) -> None:
@@ -154,6 +169,7 @@ def measure(
         seconds["loader"].append(timed(load))
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        print({kind: round(values[-1], 2) for kind, values in seconds.items()}, flush=True)
     speeds = {kind: total / 1e9 / statistics.median(seconds[kind]) for kind in ("plain", "loader")}
     return {
         "card": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -179,7 +195,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="loading-") as name:
         raw = small_config(args.gb)
+        start = time.perf_counter()
         total = write_checkpoint(Path(name), raw)
+        print(f"{total:,} bytes written in {time.perf_counter() - start:.1f} s", flush=True)
         record = measure(Path(name), raw, total, args)
     print(json.dumps(record, indent=1))
     if args.out:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from glmserve.runtime.lone_rank import LoneRank
     from glmserve.runtime.rank_bench import Case
 
+_PEER_ROWS = 2048  # of a boundary over peers' memory, as a server's ranks have it
 _SHOWN_SECTIONS = 12
 
 
@@ -76,6 +77,7 @@ def settings(args: argparse.Namespace, requests: int) -> EngineConfig:
 
 def run_bench_rank(args: argparse.Namespace) -> int:
     # torch takes seconds to import, and no other command of this process needs it.
+    from glmserve.parallel.stand_in import StandInGroup
     from glmserve.runtime import rank_bench as measured
     from glmserve.runtime.lone_rank import open_rank, pages_of
 
@@ -95,7 +97,10 @@ def run_bench_rank(args: argparse.Namespace) -> int:
         "rank": f"{args.rank} of {args.ranks}, experts {args.expert_layout}",
     }
     memory = (args.memory_gb or 0) * 1e9 or measured.free_memory(config.device)
-    rank = open_rank(source, config, args.rank, pages, memory, print)
+    group = StandInGroup(args.rank, args.ranks)
+    if config.device == "cuda":
+        group.share_memory(_PEER_ROWS, source.config.hidden_size)
+    rank = open_rank(source, config, group, pages, memory, print)
     record["cache_pages"] = rank.config.num_pages
     record["rows"] = []
     for rows in _measured(rank, wanted, args):

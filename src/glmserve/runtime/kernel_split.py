@@ -122,6 +122,6 @@ def profiled(step: Callable[[], object]) -> list[Charge]:
     events = [
         (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in kineto.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
+        if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     ]
     return charges(event for event in events if "Synchronize" not in event[0])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of N on its own device: its share of the weights, caches that look filled, and step
-runners over them, for `glmserve bench-rank`. Everything but the group is what a server's rank has.
+"""A rank without an engine, for measurements: its share of the weights, caches that look filled,
+and step runners over them. Everything is what a server's rank has, except that its group may be one
+of stand-ins (`parallel.stand_in`).
 
-Requests are put at their context without running their prompts: latents and index keys are random,
-tokens are ids of this rank's part of the vocabulary (the others' embeddings are not there).
+Requests are put at their context without running their prompts: latents and index keys are random.
+Where the other ranks are not there, tokens are ids of this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from glmserve.messages import PageGrant, RowInit, StepMasks, StepPlan
 from glmserve.model.caches import Caches, LayerCache, choose_format
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
+from glmserve.parallel.group import Group
 from glmserve.parallel.stand_in import StandInGroup
 from glmserve.runtime.packing import Layout, Places, Shape, pack
 from glmserve.runtime.sampler import Sampler
 from glmserve.runtime.step import StepRunner, most_drawn
 
-PEER_ROWS = 2048  # rows of a boundary over peers' memory, as a server's ranks have it
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _ENDLESS = 1 << 30  # tokens that a request may still draw
 _FILLED_AT_ONCE = 1 << 16  # cache rows
@@ -47,7 +48,7 @@ class LoneRank:
     config: (
         EngineConfig  # num_pages, chunk and layout as measured; the rest is replaced case by case
     )
-    group: StandInGroup
+    group: Group
     weights: ModelWeights
     caches: Caches
     sampler: Sampler
@@ -77,6 +78,14 @@ class LoneRank:
         self.sampler.prepare(most_drawn(config))
         return runner
 
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Ids that rows may have: from, up to."""
+        if not isinstance(self.group, StandInGroup):
+            return 0, self.source.config.vocab_size
+        ids = self.sampler.ids
+        return int(ids[0]), int(ids[-1]) + 1
+
     def fits(self, requests: int, context: int, drafts: int) -> bool:
         """Whether the requests have pages of their own; else they share some."""
         return requests * pages_of(context, drafts) < self.config.num_pages
@@ -91,7 +100,7 @@ def pages_of(context: int, drafts: int) -> int:
 def open_rank(
     source: Source,
     config: EngineConfig,
-    rank: int,
+    group: Group,
     wanted_pages: int,
     memory: float,
     progress: Callable[[str], None],
@@ -100,13 +109,14 @@ def open_rank(
     by the memory plan (0: all that is wanted)."""
     device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
     dtype, model, size = _DTYPES[config.dtype], source.config, config.ranks
+    assert group.size == size, (group.size, size)
     if memory:
         planned = memory_plan(source, dataclasses.replace(config, num_pages=0), memory)
         planned.check()
         wanted_pages = min(wanted_pages, planned.pages)
     config = dataclasses.replace(config, num_pages=wanted_pages)
     mtp = config.drafts > 0
-    cut = (rank, size, config.expert_layout, dtype, device, mtp)
+    cut = (group.rank, size, config.expert_layout, dtype, device, mtp)
     if config.synthetic:
         weights = synthetic_share(config.checkpoint, *cut).load(progress)
     else:
@@ -115,9 +125,6 @@ def open_rank(
     form = choose_format(config.kv_dtype, model, PAGE_SIZE, dtype, device)
     caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device, form)
     fill(caches, model.kv_lora_rank, device)
-    group = StandInGroup(rank, size)
-    if device.type == "cuda":
-        group.share_memory(PEER_ROWS, model.hidden_size, device)
     eps = config.latent_norm_eps
     return LoneRank(
         source,
@@ -175,7 +182,7 @@ def _no_masks() -> StepMasks:
 class Requests:
     """The decoding rows of a runner, all of them at the same context, and the step they make."""
 
-    def __init__(self, runner: StepRunner, requests: int, context: int) -> None:
+    def __init__(self, rank: LoneRank, runner: StepRunner, requests: int, context: int) -> None:
         config, state = runner.config, runner.state
         width = config.drafts + 1
         pages = np.arange(requests * config.pages_per_row, dtype=np.int32) % (config.num_pages - 1)
@@ -189,10 +196,10 @@ class Requests:
             runner.sampler.admit(init)
             runner.shaping.admit(init)
         state.admit(inits, [PageGrant(row, 0, line) for row, line in enumerate(lines)])
-        ids = runner.sampler.ids
-        generator = torch.Generator(ids.device).manual_seed(3)
-        drawn = torch.randint(len(ids), (requests, width), generator=generator, device=ids.device)
-        self._tokens = ids[drawn]
+        generator = torch.Generator(runner.device).manual_seed(3)
+        self._tokens = torch.randint(
+            *rank.tokens, (requests, width), generator=generator, device=runner.device
+        )
         self._table, self._drafts = state.table[:requests], config.drafts
         self.context = context
         plan = StepPlan(0, decode=tuple(range(requests)))

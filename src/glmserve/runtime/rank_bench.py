@@ -19,6 +19,7 @@ from torch import Tensor
 
 from glmserve.checkpoint.ledger import MEMORY_RATE, Ledger, ledger
 from glmserve.messages import PageGrant, PrefillChunk, RowInit, StepPlan
+from glmserve.parallel.stand_in import StandInGroup
 from glmserve.runtime.kernel_split import Section, profiled, sections, split
 from glmserve.runtime.lone_rank import LoneRank, Requests
 from glmserve.runtime.step import StepRunner
@@ -53,7 +54,7 @@ def cases(rows: list[int], contexts: list[int], drafts: list[int]) -> list[Case]
 
 def timed(step: Step, device: torch.device, repeats: int = REPEATS) -> float:
     """Median milliseconds."""
-    times = []
+    times: list[float] = []
     for _ in range(2 if device.type == "cuda" else 0):
         step()
     for _ in range(repeats):
@@ -63,7 +64,7 @@ def timed(step: Step, device: torch.device, repeats: int = REPEATS) -> float:
             step()
             last.record()
             last.synchronize()
-            times.append(first.elapsed_time(last))
+            times.append(float(first.elapsed_time(last)))
         else:
             started = time.perf_counter()
             step()
@@ -77,7 +78,7 @@ class Decode:
     def __init__(self, rank: LoneRank, case: Case, chunk: int = 256) -> None:
         self.rank, self.case = rank, case
         self.runner = rank.runner(case.requests, case.context, case.drafts, chunk)
-        self.requests = Requests(self.runner, case.requests, case.context)
+        self.requests = Requests(rank, self.runner, case.requests, case.context)
         self.device = self.runner.device
         self.received: dict[str, dict[str, int]] = {}
         self.finite = False
@@ -92,11 +93,12 @@ class Decode:
         runs: dict[str, Callable[[], None]] = {"step": self._whole}
         if self.case.drafts:
             runs["target"] = self._target
-        received = self.rank.group.received
+        group = self.rank.group
         for name, run in runs.items():
-            received.clear()
+            if isinstance(group, StandInGroup):
+                group.received.clear()
             run()
-            self.received[name] = dict(received)
+            self.received[name] = dict(group.received) if isinstance(group, StandInGroup) else {}
         parts: dict[str, Step] = {**runs}
         if self.device.type == "cuda":
             parts = {name: captured(run) for name, run in runs.items()}
@@ -196,9 +198,7 @@ class Prefill:
         self.runner = rank.runner(1, tokens, drafts, chunk)
         pages = np.arange(self.runner.config.pages_per_row, dtype=np.int32)
         init = RowInit(0, 1, 1.0, 1.0, 0, 1 << 30, ())
-        ids = self.runner.sampler.ids
-        generator = np.random.default_rng(4)
-        prompt = generator.integers(int(ids[0]), int(ids[-1]) + 1, tokens).astype(np.int32)
+        prompt = np.random.default_rng(4).integers(*rank.tokens, tokens).astype(np.int32)
         self._plans = [
             StepPlan(
                 0,
