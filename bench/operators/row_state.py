@@ -36,6 +36,8 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         "keep drafts",
         lambda: kernel.store_drafts(table, sequences, empty(SEQUENCES), 0, DRAFTS, results),
     )
+    slots, sent = empty(8, 4096, dtype=torch.int32), empty(1)
+    yield "send results", lambda: kernel.send_results(results, slots, sent)
     yield (
         "keep page ends",
         lambda: kernel.keep_page_ends(hidden, step[0], step[1], page_table, PAGE, pages),
