@@ -37,11 +37,14 @@ def requests() -> list[dict[str, Any]]:
     return [request for same in taken.values() for request in same[:EACH]]
 
 
-@pytest.fixture(scope="module")
-def run(requests: list[dict[str, Any]]) -> Run:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(requests: list[dict[str, Any]], request: pytest.FixtureRequest) -> Run:
+    """Answers of the reference operators in fp32, of the kernels in bf16."""
+    dtype = "fp32" if request.param == "cpu" else "bf16"
     config = engine_config_from_env(
-        checkpoint=str(DIRECTORY), device="cpu", ranks=1, dtype="fp32", drafts=DRAFTS
-    )
+        checkpoint=str(DIRECTORY), device=request.param, ranks=1, dtype=dtype, drafts=DRAFTS,
+        num_pages=512,
+    )  # fmt: skip
     client = EngineClient.start(config)
     try:
         return answer_all(client, prompts_of(DIRECTORY, requests), 192)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
 """Products with weights whose input width is no multiple of 64: a small model cut over many ranks.
 
 One tile size for any number of rows, so a row's sum has one order. Not its job: GLM's own widths
@@ -11,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import dot, to_bf16
+from ..pdl import pdl
+from ..triton_common import dot, let_next_start, to_bf16, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -23,6 +25,8 @@ def narrow_rows(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc = tl.zeros([BM, BN], tl.float32)
+    let_next_start()
+    wait_for_previous()
     for begin in tl.range(0, depth, BK):
         k = begin + tl.arange(0, BK)
         there = (k < depth)[None, :]
@@ -50,6 +54,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
     rows, width = out.shape
     if rows:
         narrow_rows[(triton.cdiv(rows, 16), triton.cdiv(width, 64))](
-            x, weight, out, rows, width, x.shape[1], BM=16, BN=64, BK=32, num_warps=4
-        )
+            x, weight, out, rows, width, x.shape[1], BM=16, BN=64, BK=32, num_warps=4, **pdl(),
+        )  # fmt: skip
     return out

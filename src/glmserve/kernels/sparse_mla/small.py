@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
 """Sparse MLA for small models: latents of 128 and 256, and fewer than eight heads a rank.
 
 A program walks over a row's whole selection for up to 16 heads. Rows of fp8 are dequantised to bf16
@@ -11,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import dot, to_bf16
+from ..pdl import pdl
+from ..triton_common import dot, let_next_start, to_bf16, wait_for_previous
 
 _NEVER = tl.constexpr(-1.0e30)  # stands for -inf without making NaN in differences
 
@@ -30,6 +32,8 @@ def attend_small(
     d = tl.arange(0, LATENT)[None, :]
     r = tl.arange(0, 64)[None, :]
     t = tl.arange(0, TILE)
+    let_next_start()
+    wait_for_previous()
     line = query + (row * all_heads + head)[:, None] * (LATENT + 64)
     q = tl.load(line + d)
     q_rope = tl.load(line + LATENT + r)
@@ -74,6 +78,6 @@ def attend(
     if rows:
         attend_small[(rows, all_heads // heads)](
             query, latent_cache, slots, out, scale, slots.shape[1], all_heads, LATENT=width - 64,
-            HEADS=heads, TILE=32, FP8=latent_cache.dtype == torch.uint8, num_warps=4,
+            HEADS=heads, TILE=32, FP8=latent_cache.dtype == torch.uint8, num_warps=4, **pdl(),
         )  # fmt: skip
     return out
