@@ -21,7 +21,7 @@ from glmserve.kernels.slot_lookup.kernel import slot_lookup
 from glmserve.kernels.step_inputs import reference as step_reference
 from glmserve.kernels.step_inputs.kernel import step_inputs
 from glmserve.kernels.take_rows.kernel import take_rows
-from glmserve.kernels.value_up.kernel import value_up
+from glmserve.kernels.value_up.kernel import value_up, value_up_quantised
 
 HEADS, WIDTH, SLOTS = 8, 2048 + 576 + 160, 1 << 15
 ROWS = (1, 6, 32, 192, 8192)
@@ -45,6 +45,7 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         latent = torch.empty(rows, HEADS, 512, dtype=bf16, device=device)
         yield "absorb", lambda q=query, w=kv_b, r=rope: absorb_query(q, w[:, :192], r)
         yield "value_up", lambda x=latent, w=kv_b: value_up(x, w[:, 192:])
+        yield "value_up fp8", lambda x=latent, w=kv_b: value_up_quantised(x, w[:, 192:])
         index = torch.empty(rows, 32, 128, dtype=bf16, device=device)
         weights = torch.empty(rows, 2784, dtype=bf16, device=device)[:, -32:]
         projected = torch.empty(rows, WIDTH, dtype=bf16, device=device)
@@ -53,19 +54,23 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
             byte = torch.uint8 if fp8 else bf16
             cache = torch.empty(SLOTS, 656 if fp8 else 576, dtype=byte, device=device)
             keys = torch.empty(SLOTS, 132 if fp8 else 128, dtype=byte, device=device)
-            for own in (keys, None):
-                yield (
-                    "latent_inputs",
-                    lambda x=projected, r=rope, s=long, c=cache, k=own: latent_inputs(
-                        x, norm, norm[:512], r, s, c, k, index_norm if k is not None else None, 1e-5
-                    ),
-                )
+            for own, quantised in ((keys, False), (None, False), (keys, True), (None, True)):
+                if fp8 or not quantised:  # block-fp8 weights come with fp8 caches
+                    yield (
+                        "latent_inputs",
+                        lambda x=projected, r=rope, s=long, c=cache, k=own, q=quantised: (
+                            latent_inputs(
+                                x, norm, norm[:512], r, s, c, k,
+                                index_norm if k is not None else None, 1e-5, None, q,
+                            )
+                        ),
+                    )  # fmt: skip
     table = torch.empty(4, 256, dtype=torch.int32, device=device)
-    for k, dtype in ((2048, torch.int32), (1, torch.int64)):
-        positions = torch.empty(6, k, dtype=dtype, device=device)
-        rows = torch.empty(6, dtype=torch.int64, device=device)
-        yield "slot_lookup", lambda p=positions, r=rows: slot_lookup(p, table, r, 64)
-        yield "take_rows", lambda p=positions, r=rows: take_rows(p, r)
+    positions = torch.empty(6, 2048, dtype=torch.int32, device=device)
+    rows = torch.empty(6, dtype=torch.int64, device=device)
+    yield "slot_lookup", lambda: slot_lookup(positions, table, rows, 64)
+    for x in (positions, positions[:, :2].contiguous().view(torch.int64)):
+        yield "take_rows", lambda x=x: take_rows(x, rows)
 
 
 def sets_for(bytes_: int) -> int:

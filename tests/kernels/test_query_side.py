@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from glmserve.kernels.quant import quantise_index
+from glmserve.kernels.quantise.reference import quantise
 from glmserve.kernels.query_side import reference
 from glmserve.kernels.query_side.kernel import absorb_query, index_query
 from glmserve.kernels.rope.reference import rope_table
 from glmserve.kernels.value_up import reference as value_reference
-from glmserve.kernels.value_up.kernel import value_up
+from glmserve.kernels.value_up.kernel import value_up, value_up_quantised
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -36,6 +37,9 @@ def test_absorption_and_value_up(
     wide = value_reference.value_up(got[..., :latent].float(), w_uv.float())
     assert up.shape == (rows, heads * v)
     assert relative(up, wide) < 4e-3
+    if v % 128 == 0:
+        up8 = value_up_quantised(got[..., :latent].contiguous(), w_uv)
+        assert all(torch.equal(a, b) for a, b in zip(up8, quantise(up), strict=True))
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])

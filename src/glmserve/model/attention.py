@@ -16,10 +16,11 @@ from glmserve.checkpoint.weights import AttentionWeights
 from glmserve.kernels.dense_mla import dense_mla
 from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
 from glmserve.kernels.linear import QuantWeight, linear
+from glmserve.kernels.quantise import QuantRows
 from glmserve.kernels.query_side import absorb_query
 from glmserve.kernels.residual_norm import Normed
 from glmserve.kernels.sparse_mla import sparse_mla
-from glmserve.kernels.value_up import value_up
+from glmserve.kernels.value_up import value_up, value_up_quantised
 from glmserve.model.batch import DenseRows
 from glmserve.model.caches import LayerCache
 from glmserve.model.indexer import Indexer
@@ -84,6 +85,7 @@ class Attention:
         )
         if selection is None:
             assert index_projected is not None, "a pass that scores writes its index keys first"
+            assert w.indexer is not None
             assert self.indexer is not None
             assert cache.index_k is not None
             head_weights = index_projected[:, c.index_head_dim :]
@@ -93,26 +95,33 @@ class Attention:
             if taps is not None:
                 selection = taps.selected(selection, step)
         query = linear(q_latent.for_weight(w.q_b), w.q_b).unflatten(1, (-1, c.qk_head_dim))
+        return linear(self._values(query, step, cache, selection), w.o_proj), selection
+
+    def _values(
+        self, query: Tensor, step: Step, cache: LayerCache, selection: Selection
+    ) -> Tensor | QuantRows:
+        """[R, H * v], the heads' results; in fp8 where one kernel makes all that o_proj reads."""
+        dense = [c for c in step.batch.dense if c.context <= self.config.index_topk]
+        if not dense:
+            latent = self._sparse(query, step, cache, selection, slice(0, len(query)))
+            quantised = isinstance(self.weights.o_proj, QuantWeight)
+            return (value_up_quantised if quantised else value_up)(latent, self.w_uv)
         attended: list[Tensor] = []
         at = 0
-        for chunk in step.batch.dense:
-            if chunk.context > c.index_topk:
-                continue
+        for chunk in [*dense, DenseRows(len(query), 0, 0, 0)]:
             if chunk.first > at:
-                some = slice(at, chunk.first)
-                attended.append(self._sparse(query, step, cache, selection, some))
-            attended.append(self._dense(query, step, cache, chunk))
+                latent = self._sparse(query, step, cache, selection, slice(at, chunk.first))
+                attended.append(value_up(latent, self.w_uv))
+            if chunk.rows:
+                attended.append(self._dense(query, step, cache, chunk))
             at = chunk.first + chunk.rows
-        if at < len(query):
-            attended.append(self._sparse(query, step, cache, selection, slice(at, len(query))))
-        values = attended[0] if len(attended) == 1 else torch.cat(attended)
-        return linear(values, w.o_proj), selection
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _sparse(
         self, query: Tensor, step: Step, cache: LayerCache, selection: Selection, some: slice
     ) -> Tensor:
-        """[n, H * v] of rows that attend to their selections, absorbed."""
-        latent = sparse_mla(
+        """[n, H, kv_lora] of rows that attend to their selections, absorbed."""
+        return sparse_mla(
             absorb_query(query[some], self.w_uk, step.rope[some]),
             cache.latent,
             selection.slots[some],
@@ -120,7 +129,6 @@ class Attention:
             self.scale,
             self.latent_bound,
         )
-        return value_up(latent, self.w_uv)
 
     def _dense(self, query: Tensor, step: Step, cache: LayerCache, chunk: DenseRows) -> Tensor:
         """[n, H * v] of rows whose selections would be everything before them."""

@@ -38,9 +38,8 @@ def slot_lookup(
     rows, k = positions.shape
     slots = torch.empty(rows, k, dtype=torch.int32, device=positions.device)
     if slots.numel():
-        block = 1 if k == 1 else 1024
-        look_up[(rows, triton.cdiv(k, block))](
+        look_up[(rows, triton.cdiv(k, 1024))](
             positions, page_table, row_seq, slots, k, page_table.shape[1],
-            PAGE=page_size, BLOCK=block, num_warps=4 if block > 256 else 1, **pdl(),
+            PAGE=page_size, BLOCK=1024, num_warps=4, **pdl(),
         )  # fmt: skip
     return slots

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import use_kernel
+from ..quantise import GROUP, QuantRows, quantise
 from . import reference
 
 
@@ -19,3 +20,13 @@ def value_up(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
         if use_kernel("value_up", "cuda", kernel.unserved(latent, w_uv)):
             return kernel.value_up(latent, w_uv)
     return reference.value_up(latent, w_uv)
+
+
+def value_up_quantised(latent: torch.Tensor, w_uv: torch.Tensor) -> QuantRows:
+    """quantise(value_up(latent, w_uv)), where v_dim is a multiple of 128 in one pass."""
+    if latent.is_cuda and w_uv.shape[1] % GROUP == 0:
+        from . import kernel
+
+        if use_kernel("value_up", "cuda", kernel.unserved(latent, w_uv)):
+            return kernel.value_up_quantised(latent, w_uv)
+    return quantise(value_up(latent, w_uv))
