@@ -126,8 +126,18 @@ class EngineConfig:
 
 
 def cuda_devices() -> int:
-    """Counts NVIDIA devices without touching CUDA (the stub and the engine must not)."""
-    return sum(1 for node in Path("/dev").glob("nvidia[0-9]*") if node.name[6:].isdigit())
+    """Counts the NVIDIA devices that may be used, without touching CUDA (the stub and the engine
+    must not)."""
+    found = sum(1 for node in Path("/dev").glob("nvidia[0-9]*") if node.name[6:].isdigit())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    return min(found, len([name for name in visible.split(",") if name.strip()]))
+
+
+def default_device() -> str:
+    """The setting, else cuda when a GPU is present."""
+    return env.DEVICE.get() or ("cuda" if cuda_devices() else "cpu")
 
 
 def engine_config_from_env(**overrides: Any) -> EngineConfig:
@@ -138,7 +148,7 @@ def engine_config_from_env(**overrides: Any) -> EngineConfig:
     """
     given = {key: value for key, value in overrides.items() if value is not None}
     devices = cuda_devices()
-    device: Any = given.pop("device", None) or env.DEVICE.get() or ("cuda" if devices else "cpu")
+    device: Any = given.pop("device", None) or default_device()
     on_cuda = device == "cuda"
     default_ranks = 1 << (min(devices, 8).bit_length() - 1) if on_cuda and devices else 8
     max_rows = given.get("max_rows", env.MAX_ROWS.get())

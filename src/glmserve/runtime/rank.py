@@ -17,7 +17,7 @@ from glmserve import env
 from glmserve.checkpoint.reader import Share, open_share
 from glmserve.checkpoint.synthetic_weights import SyntheticShare, synthetic_share
 from glmserve.config import PAGE_SIZE, EngineConfig
-from glmserve.errors import GlmServeError
+from glmserve.errors import ConfigError, GlmServeError
 from glmserve.ipc.errors import Aborted
 from glmserve.ipc.ring import BroadcastRing
 from glmserve.kernels.dispatch import allow_reference
@@ -37,7 +37,18 @@ from glmserve.runtime.sampler import Sampler
 from glmserve.runtime.step import StepRunner, most_rows
 
 _PEER_ROWS = 2048  # rows of a boundary over peers' memory; larger ones go through NCCL
+LEAST_CAPABILITY = (9, 0)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raises ConfigError on a GPU that the kernels are not made for."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        name = torch.cuda.get_device_name(device)
+        reason = f"the kernels need compute capability {least} (H100, H200), {name} has {found}"
+        raise ConfigError("device", "cuda", reason)
 
 
 def build(
@@ -46,6 +57,8 @@ def build(
     """Loads weights and allocates caches; the same on every rank."""
     device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
     dtype = DTYPES[config.dtype]
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        check_gpu(device)
     model = ModelConfig.from_file(Path(config.checkpoint) / "config.json")
 
     def progress(line: str) -> None:

@@ -28,7 +28,7 @@ _ENGINE_OPTIONS = (
 def add_subcommands(subparsers: Any) -> None:
     """Adds `serve`; it sets `args.run`."""
     parser = subparsers.add_parser("serve", help="serve a checkpoint with a tritonserver")
-    parser.add_argument("--checkpoint", help="default: checkpoints/tiny, on the CPU")
+    parser.add_argument("--checkpoint", help="default: checkpoints/tiny")
     parser.add_argument("--ranks", type=int, help="rank processes (default: 8, or one a GPU)")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"])

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import glmserve
 from glmserve import env
-from glmserve.config import cuda_devices
+from glmserve.config import cuda_devices, default_device
 from glmserve.errors import ConfigError, GlmServeError
 from glmserve.ipc.process import Child, spawn
 from glmserve.server.binaries import prepare
@@ -230,10 +230,7 @@ def _arguments(options: ServeOptions, ports: Ports, shm_prefix: str) -> list[str
 
 
 def _with_checkpoint(settings: Mapping[str, str]) -> dict[str, str]:
-    """Adds the project's own small checkpoint where no other is asked for.
-
-    It runs on the CPU then, also beside a GPU: no kernel serves its sizes.
-    """
+    """Adds the project's own small checkpoint where no other is asked for."""
     checkpoint = settings.get(env.CHECKPOINT.name) or env.CHECKPOINT.get()
     directory = Path(checkpoint or _PROJECT / "checkpoints" / "tiny").absolute()
     completed = {**settings, env.CHECKPOINT.name: str(directory)}
@@ -241,8 +238,7 @@ def _with_checkpoint(settings: Mapping[str, str]) -> dict[str, str]:
         return completed
     if not (directory / "config.json").is_file():
         raise ConfigError("checkpoint", str(directory), "is not there: name another")
-    device = settings.get(env.DEVICE.name) or env.DEVICE.get() or "cpu"
-    completed[env.DEVICE.name] = device
+    device = settings.get(env.DEVICE.name) or default_device()
     if device == "cpu" and not env.PAGES.is_set():
         # Eight fp64 caches of the usual size would fill a laptop: these hold 8,192 tokens each.
         completed.setdefault(env.PAGES.name, "129")
