@@ -7,6 +7,7 @@ The code is the server's: the step runner, its row state, sampler, verification 
 
 from __future__ import annotations
 
+import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable
@@ -236,9 +237,7 @@ def machine(device: str) -> dict[str, Any]:
     on_cuda = device == "cuda"
     versions = {"torch": torch.__version__}
     if on_cuda:
-        import triton
-
-        versions["triton"] = triton.__version__
+        versions["triton"] = importlib.metadata.version("triton")
     return {"card": torch.cuda.get_device_name() if on_cuda else "CPU", "versions": versions}
 
 
