@@ -94,7 +94,9 @@ class Attention:
             )
             if taps is not None:
                 selection = taps.selected(selection, step)
-        query = linear(q_latent.for_weight(w.q_b), w.q_b).unflatten(1, (-1, c.qk_head_dim))
+        query = linear(q_latent.for_weight(w.q_b), w.q_b).view(
+            len(q_latent.rows), -1, c.qk_head_dim
+        )
         return linear(self._values(query, step, cache, selection), w.o_proj), selection
 
     def _values(

@@ -29,6 +29,6 @@ def value_up_quantised(latent: torch.Tensor, w_uv: torch.Tensor) -> QuantRows:
     """For heads of 128s of values."""
     rows, heads, _ = latent.shape
     out = empty_rows(rows, heads * w_uv.shape[1], latent.device)
-    values = out.values.unflatten(1, (heads, -1))
+    values = out.values.view(rows, heads, -1)
     kernel.multiply_heads(latent, w_uv.transpose(1, 2), values, None, out.scales)
     return out
