@@ -235,7 +235,7 @@ class Prefill:
 def machine(device: str) -> dict[str, Any]:
     """What was measured on."""
     on_cuda = device == "cuda"
-    versions = {"torch": torch.__version__}
+    versions: dict[str, str] = {"torch": str(torch.__version__)}
     if on_cuda:
         versions["triton"] = importlib.metadata.version("triton")
     return {"card": torch.cuda.get_device_name() if on_cuda else "CPU", "versions": versions}
