@@ -8,7 +8,7 @@ written over the pass's own stores, which a barrier orders. Launched without fus
 import triton
 import triton.language as tl
 
-from ..triton_common import divide
+from ..triton_common import divide, let_next_start, wait_for_previous
 from . import tables
 
 SHAPED = tl.constexpr(tables.SHAPED)
@@ -41,6 +41,8 @@ def shape_rows(
     drafts, STOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, M)."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(1).to(tl.int64)
     line = tl.load(rows + row).to(tl.int64)
     asked = tl.load(flags + line)
@@ -107,6 +109,8 @@ def confirm_rows(
     row_stride, token_stride, count_stride, width, first, DRAWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (S,): tokens[:count] of each row."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(rows + row * row_stride).to(tl.int64)
     n = tl.load(count + row * count_stride).to(tl.int32)
@@ -133,6 +137,8 @@ def shut_rows(
     logits, places, bits, place_stride, bits_stride, width, first, first_word, BLOCK: tl.constexpr
 ):
     """Grid (blocks, P): -inf, in place, where the row's bit of an id is 0."""
+    let_next_start()
+    wait_for_previous()
     mask = tl.program_id(1)
     place = tl.load(places + mask * place_stride).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..pdl import pdl
 from . import kernel
 from .tables import ShapingTables
 
@@ -45,7 +46,7 @@ def shape(
         tables.allowed, tables.words, tables.recent,
         ahead.stride(0), stops.stride(0), stops_from.stride(0), width, -(-width // 32), first,
         blocks, stops.shape[1], ahead.shape[1], max(32, triton.next_power_of_2(stops.shape[1])),
-        _BLOCK, num_warps=4, enable_fp_fusion=False,
+        _BLOCK, num_warps=4, enable_fp_fusion=False, **pdl(),
     )  # fmt: skip
     return out
 
@@ -58,7 +59,7 @@ def confirm(tables: ShapingTables, first: int, rows: Tensor, tokens: Tensor, cou
     kernel.confirm_rows[(len(rows),)](
         rows, tokens, count, tables.flags, tables.counts, tables.recent,
         rows.stride(0), tokens.stride(0), count.stride(0), tables.counts.shape[1], first,
-        max(16, triton.next_power_of_2(tokens.shape[1])), num_warps=1,
+        max(16, triton.next_power_of_2(tokens.shape[1])), num_warps=1, **pdl(),
     )  # fmt: skip
 
 
@@ -70,5 +71,5 @@ def shut_ids(logits: Tensor, places: Tensor, bits: Tensor, first: int, first_wor
         return
     kernel.shut_rows[(-(-width // _BLOCK), len(places))](
         logits, places, bits, places.stride(0), bits.stride(0), width, first, first_word, _BLOCK,
-        num_warps=4,
+        num_warps=4, **pdl(),
     )  # fmt: skip
