@@ -2,7 +2,7 @@
 """fp8 cache rows in plain torch: how they are laid out, written and read. Kernels match these bits.
 
 Latent row of R values, R + 4 R / 128 + 128 B: the e4m3 values, fp32 scales (one for 128 values), 64
-bf16 roped key values. R is a multiple of 128; GLM's 512 take 656 B, and only they have kernels.
+bf16 roped key values. R is a multiple of 128; GLM's 512 take 656 B. Kernels read 128, 256 and 512.
 Index page, 64 slots of 132 B: the 64 keys of 128 e4m3 values first, then their 64 fp32 scales. As
 a tensor it is uint8 [slots, 132], contiguous; a slot's own 132 bytes are not where its key lies.
 """

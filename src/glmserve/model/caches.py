@@ -26,7 +26,7 @@ from glmserve.kernels.quant import (
 from glmserve.model_config import ModelConfig
 
 CacheFormat = Literal["model", "fp8"]  # the model's dtype | rows as `kernels.quant` lays them out
-_KERNEL_LATENT = 512  # other latents are read by the reference operators only
+_LARGE_LATENT = 512  # GLM's; smaller models take fp8 rows when asked, not by themselves
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def fp8_serves(config: ModelConfig, page_size: int) -> bool:
 def choose_format(
     wanted: str, config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheFormat:
-    """The format for the setting `kv_dtype`: "auto" takes fp8 on CUDA in bf16 with kernels.
+    """The format for the setting `kv_dtype`: "auto" takes fp8 on CUDA in bf16 with GLM's
+    latents.
 
     Raises ConfigError when fp8 is asked for and does not fit the model.
     """
@@ -59,8 +60,8 @@ def choose_format(
             f"index_head_dim {INDEX_DIM}; the model has {sizes}",
         )
     if wanted == "auto":
-        kernels = fits and config.kv_lora_rank == _KERNEL_LATENT
-        return "fp8" if kernels and dtype == torch.bfloat16 and device.type == "cuda" else "model"
+        large = fits and config.kv_lora_rank == _LARGE_LATENT
+        return "fp8" if large and dtype == torch.bfloat16 and device.type == "cuda" else "model"
     assert wanted in ("model", "fp8"), wanted
     return "fp8" if wanted == "fp8" else "model"
 
