@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from glmserve.checkpoint.declared import Source, open_source
-from glmserve.checkpoint.ledger import Ledger, experts_hit, experts_hit_busiest, ledger
+from glmserve.checkpoint.ledger import (
+    GATHER_RATE,
+    Ledger,
+    experts_hit,
+    experts_hit_busiest,
+    ledger,
+    prefill_floor,
+)
 from glmserve.cli import main
 from glmserve.errors import ConfigError
 
@@ -173,3 +180,11 @@ def test_inspect_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is too little: " in capsys.readouterr().err
     assert main(["inspect", "nowhere"]) == 1
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_prompts_floor_is_the_published_one_less_what_short_contexts_save(glm: Source) -> None:
+    """About 225 ms with 2048 selections for every row; the first 2048 rows have fewer."""
+    floor = prefill_floor(glm, 8, 8 * K)
+    saved = 2048 * 2048 / 2 * 656 * 78 / GATHER_RATE
+    assert 0.205 < floor + saved < 0.235
+    assert prefill_floor(glm, 8, 4 * K) < floor / 2 + 0.02

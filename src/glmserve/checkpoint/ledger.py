@@ -10,7 +10,7 @@ activations and index scores, which pass between operators mostly through L2, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from glmserve.errors import ConfigError
 from glmserve.model_config import ExpertLayout, ModelConfig
 
 MEMORY_RATE = 4.3e12  # bytes/s, copy measured on an H200
+GATHER_RATE = 5.5e12  # bytes/s of selected cache rows that lie in L2, assumed
 FLOPS = {Form.BLOCK_FP8: 1580e12}  # others: bf16
 FLOPS_BF16 = 790e12
 LINK_RATE = 373e9  # bytes/s a direction, peer copy measured between two H200s
@@ -158,6 +159,34 @@ def ledger(
         experts_hit(c, ranks, layout, rows),
         experts_hit_busiest(c, ranks, layout, rows),
     )
+
+
+def prefill_floor(
+    source: Source, ranks: int, tokens: int, layout: ExpertLayout = "ep", kv: str = "fp8"
+) -> float:
+    """Seconds of a prompt of `tokens` tokens through the target model in one pass, operator by
+    operator. Each token scores and selects among those before it; ranks score a share of them
+    each. Selections are read token by token, through L2. Neither links nor the MTP layer count."""
+    c = source.config
+    c.check_ranks(ranks, layout)
+    held = held_weights(c, source.weights, 0, ranks, layout, keep=True)
+    mtp = f"model.layers.{c.num_hidden_layers}."
+    target = {name: w for name, w in held.items() if not name.startswith(mtp)}
+    step = _Step(c, ranks, layout, kv, tokens)
+    layers = (c.num_hidden_layers, len(c.full_layers))
+    total = step.head(held, 1).floor
+    few = min(tokens, c.index_topk)
+    selected = few * (few + 1) / 2 + (tokens - few) * few  # of all tokens, a layer
+    for o in step.layers(target, tokens, 1, layers, scored=True):
+        if o.name == "index keys":
+            o = replace(o, flops=o.flops / (2 * ranks))
+        elif o.name == "sparse attention":
+            gathered = selected * step.latent * c.num_hidden_layers / GATHER_RATE
+            flops = o.flops * selected / (tokens * few)
+            total += max(gathered, flops / o.rate)
+            continue
+        total += o.floor
+    return total
 
 
 class _Step:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glmserve.checkpoint.ledger import MEMORY_RATE, Ledger, ledger
+from glmserve.checkpoint.ledger import MEMORY_RATE, Ledger, ledger, prefill_floor
 from glmserve.messages import PageGrant, PrefillChunk, RowInit, StepPlan
 from glmserve.parallel.stand_in import StandInGroup
 from glmserve.runtime.kernel_split import Section, profiled, sections, split
@@ -216,6 +216,10 @@ class Prefill:
             pending = self.runner.run(plan)
         pending.wait()
 
+    def _floor(self) -> float:
+        config = self.runner.config
+        return prefill_floor(self.rank.source, config.ranks, self.tokens, config.expert_layout)
+
     def measure(self, repeats: int, with_split: bool) -> dict[str, Any]:
         device = self.runner.device
         ms = timed(self.run, device, repeats)
@@ -227,6 +231,7 @@ class Prefill:
             "context": self.tokens,
             "drafts": self.drafts,
             "ms": round(ms, 3),
+            "floor_ms": round(self._floor() * 1e3, 3),
             "split": split(kernels),
             "sections": sections(kernels),
         }
