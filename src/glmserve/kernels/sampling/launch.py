@@ -13,11 +13,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..pdl import pdl
 from . import kernel, limits
 from .rows import SamplingRows
 
 MAX_VOCABULARY = 1 << 18  # a histogram's element holds that many counts
-_BLOCK = 256
+_BLOCK, _GREEDY_BLOCK = 128, 1024
+_COUNT_BLOCK = 512
 _PROGRAMS = 4224  # of one warp: what 132 multiprocessors hold at once
 _EXACT = {"enable_fp_fusion": False}  # reference.py rounds after each operation
 
@@ -26,16 +28,21 @@ _EXACT = {"enable_fp_fusion": False}  # reference.py rounds after each operation
 class Scratch:
     """Of the kernels of one sampler, for up to `rows` rows; every kernel leaves it as it was."""
 
-    best: Tensor  # [rows] int64
-    arrived: Tensor  # [rows] int32
+    best: Tensor  # [rows, a line] int64
+    arrived: Tensor  # [rows, a line] int32
     sums: Tensor  # [3, rows, BINS] int64: upper bits, lower bits, lower bits of a second bin
     search: Tensor  # [rows, 4] int64
 
     @classmethod
     def make(cls, rows: int, device: torch.device) -> Self:
         return cls(
-            torch.full((rows,), kernel.LOWEST.value, dtype=torch.int64, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.full(
+                (rows, kernel.BEST_LINE.value),
+                kernel.LOWEST.value,
+                dtype=torch.int64,
+                device=device,
+            ),
+            torch.zeros(rows, kernel.ARRIVED_LINE.value, dtype=torch.int32, device=device),
             torch.zeros(3, rows, limits.BINS.value, dtype=torch.int64, device=device),
             torch.zeros(rows, 4, dtype=torch.int64, device=device),
         )
@@ -86,10 +93,10 @@ def greedy(logits: Tensor, shard: Shard, scratch: Scratch, decode: bool) -> Tens
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
-    splits, blocks = _split(rows, shard.width, 4 * _BLOCK)
+    splits, blocks = _split(rows, shard.width, _GREEDY_BLOCK)
     kernel.greedy[(splits, rows)](
         logits, scratch.best, scratch.arrived, out, shard.width, shard.first, shard.valid,
-        splits, blocks, int(decode), 4 * _BLOCK, num_warps=1,
+        splits, blocks, int(decode), _GREEDY_BLOCK, num_warps=1, **pdl(),
     )  # fmt: skip
     return out
 
@@ -110,13 +117,13 @@ def draw(
         return out
     offset = shard.first & 3
     splits, blocks = _split(count, shard.width + offset, _BLOCK)
-    cut, largest = (scratch.arrived, scratch.best[None]) if cuts is None else cuts
+    cut, largest = (scratch.arrived, scratch.best) if cuts is None else cuts
     kernel.draw[(splits, count)](
         logits, rows.temperature, rows.seeds, rows.rows, rows.positions, cut, largest,
         scratch.best, scratch.arrived, out,
         rows.temperature.stride(0), rows.seeds.stride(0), shard.width, offset, shard.first >> 2,
         shard.valid, splits, blocks, len(largest), count, int(decode),
-        cuts is not None, _BLOCK, num_warps=1, **_EXACT,
+        cuts is not None, _BLOCK, num_warps=1, **_EXACT, **pdl(),
     )  # fmt: skip
     return out
 
@@ -126,7 +133,7 @@ def join(pairs: Tensor) -> Tensor:
     ranks, rows = pairs.shape
     out = torch.empty(rows, dtype=torch.int64, device=pairs.device)
     if rows:
-        kernel.join_pairs[(-(-rows // 128),)](pairs, out, ranks, rows, 128, num_warps=1)
+        kernel.join_pairs[(-(-rows // 128),)](pairs, out, ranks, rows, 128, num_warps=1, **pdl())
     return out
 
 
@@ -143,7 +150,7 @@ def find_cuts(
     """
     _check(logits, shard, scratch, rows)
     count, device = len(logits), logits.device
-    splits, blocks = _split(count, shard.width, 2 * _BLOCK)
+    splits, blocks = _split(count, shard.width, _COUNT_BLOCK)
     temperature, top_k, top_p, min_p = rows.temperature, rows.top_k, rows.top_p, rows.min_p
     place = shard.width, shard.first, shard.valid, blocks
     search = scratch.search
@@ -158,7 +165,7 @@ def find_cuts(
         limits.count_steps[(splits, count)](
             logits, temperature, top_k, top_p, min_p, rows.rows, largest, search, own,
             t_stride, k_stride, p_stride, m_stride, *place, ranks, count,
-            int(which == 0), 2 * _BLOCK, num_warps=1, **_EXACT,
+            int(which == 0), _COUNT_BLOCK, num_warps=1, **_EXACT,
         )  # fmt: skip
         return gather(own)
 
