@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..quantise.kernel import quantise_groups
 from ..residual_norm.kernel import norm_tile
-from ..triton_common import to_bf16
+from ..triton_common import let_next_start, prefetch, to_bf16, wait_for_previous
 
 GROUP = tl.constexpr(128)
 # Phases of a launch. The interpreter runs ranks one after the other, so it takes them singly.
@@ -111,9 +111,13 @@ def one_shot(
     [programs, WORLD] int32, all zero at first; state [2] int32: launches done, programs done.
     Programs must all be resident at once: a program waits for its peers of the same number.
     """
-    launch = tl.load(state) + 1
+    let_next_start()
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
+    lines = tl.arange(0, 2 * GROUPS) * 64
+    prefetch(weight + lines, lines < width)
+    wait_for_previous()
+    launch = tl.load(state) + 1
     half = (launch & 1).to(tl.int64) * capacity
     if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
         own = _peer(buffers, RANK, tl.bfloat16) + half
@@ -166,12 +170,16 @@ def two_shot(
     and flags [2, programs, WORLD]. A program owns whole groups of WORLD rows in every phase, so
     it waits for the peers' programs of its own number only. The bits are those of `one_shot`.
     """
-    launch = tl.load(state) + 1
+    let_next_start()
     programs = tl.num_programs(0)
     pid = tl.program_id(0)
     groups = tl.cdiv(rows, WORLD)
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
+    lines = tl.arange(0, 2 * GROUPS) * 64
+    prefetch(weight + lines, lines < width)
+    wait_for_previous()
+    launch = tl.load(state) + 1
     half = (launch & 1).to(tl.int64) * capacity
     sums = half + 2 * capacity.to(tl.int64)
     own = _peer(buffers, RANK, tl.bfloat16)

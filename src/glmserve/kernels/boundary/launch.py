@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ..pdl import pdl
 from ..quantise.launch import empty_rows
 from ..residual_norm import Normed
 from . import kernel
@@ -72,6 +73,6 @@ def boundary(
         normed if rows8 is None else rows8.values, weight if rows8 is None else rows8.scales,
         rows, width, memory.capacity, eps, memory.rank, memory.size,
         triton.next_power_of_2(-(-width // 128)), residual is not None, quantised, phase,
-        num_warps=16,
+        num_warps=16, **pdl(),
     )  # fmt: skip
     return Normed(normed, rows8), total

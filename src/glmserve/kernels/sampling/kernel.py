@@ -5,9 +5,9 @@ A pair is one int64: the value's ordered key above, 2^31 - 1 - id below, so that
 has the largest value and among equal ones the lowest id. Programs of a row join by an atomic
 maximum; the last one to arrive writes the row's result and leaves the scratch as it was found.
 
-Noise is dear, so a draw looks at bounds of it, a tenth of the cost. Every lane keeps its column with
-the largest bound, and how large the next bound is; only the kept ones get their exact value. Should
-a bound that was dropped reach the best exact value, the program goes over its columns once more.
+Noise is dear, so a draw looks at bounds of it, a tenth of the cost. Every lane keeps its column
+with the largest bound, and how large the next bound is; only the kept ones get their exact value.
+Should a bound that was dropped reach the best exact value, the program goes over its columns again.
 """
 
 import triton

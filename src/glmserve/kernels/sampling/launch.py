@@ -165,24 +165,24 @@ def find_cuts(
         limits.count_steps[(splits, count)](
             logits, temperature, top_k, top_p, min_p, rows.rows, largest, search, own,
             t_stride, k_stride, p_stride, m_stride, *place, ranks, count,
-            int(which == 0), _COUNT_BLOCK, num_warps=1, **_EXACT,
+            int(which == 0), _COUNT_BLOCK, num_warps=1, **_EXACT, **pdl(),
         )  # fmt: skip
         return gather(own)
 
     upper = counted(0)
     limits.choose_bin[(count,)](
         temperature, top_k, top_p, rows.rows, upper, search, t_stride, k_stride, p_stride,
-        ranks, count, num_warps=4, **_EXACT,
+        ranks, count, num_warps=4, **_EXACT, **pdl(),
     )  # fmt: skip
     lower = counted(1)
     limits.choose_step[(count,)](
         top_k, top_p, rows.rows, upper, lower, search, k_stride, p_stride, ranks, count,
-        num_warps=4, **_EXACT,
+        num_warps=4, **_EXACT, **pdl(),
     )  # fmt: skip
     last = counted(2)
     cuts = torch.empty(count, dtype=torch.int32, device=device)
     limits.finish_cuts[(count,)](
         temperature, top_k, top_p, min_p, rows.rows, last, search, cuts, *scratch.sums,
-        t_stride, k_stride, p_stride, m_stride, ranks, count, num_warps=4, **_EXACT,
+        t_stride, k_stride, p_stride, m_stride, ranks, count, num_warps=4, **_EXACT, **pdl(),
     )  # fmt: skip
     return cuts, largest

@@ -10,6 +10,7 @@ histogram element holds a count and a mass; ranks add theirs up. Rows without li
 import triton
 import triton.language as tl
 
+from ..triton_common import let_next_start, wait_for_previous
 from .arithmetic import (
     STEPS,
     distances,
@@ -35,6 +36,8 @@ def count_steps(
     width, first, valid, blocks, ranks, lines, upper, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, rows): adds to sums [rows, BINS], by the upper bits or the searched lower."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(1)
     line = tl.load(rows + row).to(tl.int64)
     t = tl.load(temperature + line * temperature_stride).to(tl.float32)
@@ -95,6 +98,8 @@ def choose_bin(
     temperature_stride, top_k_stride, top_p_stride, ranks, lines,
 ):  # fmt: skip
     """Grid (rows,): the bin in which top-k falls, or without it top-p."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(rows + row).to(tl.int64)
     t = tl.load(temperature + line * temperature_stride)
@@ -123,6 +128,8 @@ def choose_step(
     top_k, top_p, rows, upper, lower, search, top_k_stride, top_p_stride, ranks, lines,
 ):  # fmt: skip
     """Grid (rows,): the cut, or, where top-p falls into an earlier bin than top-k, that bin."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(rows + row).to(tl.int64)
     state = search + row * 4
@@ -163,6 +170,8 @@ def finish_cuts(
     temperature_stride, top_k_stride, top_p_stride, min_p_stride, ranks, lines,
 ):  # fmt: skip
     """Grid (rows,): cuts [rows] int32; clears what this rank counted for the next step."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(rows + row).to(tl.int64)
     t = tl.load(temperature + line * temperature_stride)
