@@ -188,9 +188,7 @@ def problem(rows: int, indexed: bool) -> Problem:
         last = rows - 1
         normed, residual = sets.forward(sets.layers[0], slice(last, last + 1))
         batch = outs[0]
-        return torch.equal(residual, batch[1][-1:]) and torch.equal(
-            normed.rows, batch[0].rows[-1:]
-        )
+        return torch.equal(residual, batch[1][-1:]) and torch.equal(normed.rows, batch[0].rows[-1:])
 
     return Problem(launch, len(sets.layers), error, launches=len(sets.layers) * 2, exact=exact)
 
@@ -225,5 +223,3 @@ def cases() -> Iterator[Case]:
                 None,
                 target + (INDEXED if indexed else 0.0),
             )
-
-

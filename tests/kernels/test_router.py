@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from glmserve.kernels.experts.launch import sort_pairs
 from glmserve.kernels.router import ChoiceCount, reference
-from glmserve.kernels.router.launch import route
+from glmserve.kernels.router.launch import route, route_sorted
 from tests.tolerances import assert_close
 
 gates = pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -78,3 +79,27 @@ def test_choices_are_counted_without_padding(device: torch.device, experts: int)
     again = torch.arange(experts, device=device)
     ChoiceCount(again, row_seq, 5).add(ids)
     assert torch.equal(again, totals)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "first", "local", "block_m"),
+    [(1, 24, 0, 24, 16), (5, 40, 8, 20, 16), (30, 16, 4, 3, 4), (9, 64, 60, 4, 16)],
+)
+def test_the_last_row_to_choose_sorts_the_pairs(
+    device: torch.device, rows: int, experts: int, first: int, local: int, block_m: int
+) -> None:
+    inputs = [t.to(device) for t in make(rows, experts, 128, torch.bfloat16)]
+    want_ids, want_weights = route(*inputs, 8, 2.5)
+    for _ in range(2):  # tickets are as they were
+        ids, weights, got = route_sorted(*inputs, 8, 2.5, None, first, local, block_m)
+        assert torch.equal(ids, want_ids)
+        assert torch.equal(weights, want_weights)
+        want = sort_pairs(ids, first, local, block_m)
+        held, tiles = int(want.offsets[-1]), int(want.tile_count)
+        assert torch.equal(got.order[:held], want.order[:held])
+        assert torch.equal(got.place, want.place)
+        assert torch.equal(got.offsets, want.offsets)
+        assert torch.equal(got.tile_count, want.tile_count)
+        assert torch.equal(got.tile_expert, want.tile_expert)
+        assert torch.equal(got.tile_begin[:tiles], want.tile_begin[:tiles])
+        assert torch.equal(got.tile_end[:tiles], want.tile_end[:tiles])

@@ -10,12 +10,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from glmserve.checkpoint.weights import MoeWeights
-from glmserve.kernels.experts import experts
+from glmserve.kernels.experts import (
+    experts,
+    first_tensor,
+    fused_ffn,
+    fused_tile,
+    sort_choices,
+)
 from glmserve.kernels.residual_norm import Normed
-from glmserve.kernels.router import ChoiceCount, route
+from glmserve.kernels.router import ChoiceCount, route, route_sorted
 from glmserve.model.mlp import mlp
 from glmserve.model.taps import Routing, Taps
 from glmserve.model_config import ModelConfig
+
+FUSED = False
 
 
 def moe(
@@ -26,27 +34,27 @@ def moe(
     count: ChoiceCount | None = None,
 ) -> tuple[Tensor, Routing]:
     """x [R, D] normed -> (this rank's partial [R, D], routing)."""
-    chosen = Routing(
-        *route(
-            x.rows,
-            weights.gate,
-            weights.bias,
-            config.num_experts_per_tok,
-            config.routed_scaling_factor,
-            count,
-        )
+    gate = (
+        x.rows,
+        weights.gate,
+        weights.bias,
+        config.num_experts_per_tok,
+        config.routed_scaling_factor,
+        count,
     )
+    held, shared, first = (weights.gate_up, weights.down), weights.shared, weights.first
+    tile = fused_tile(x.rows, *held, shared.gate_up, shared.down)
+    if not FUSED or tile is None or x.quantised is None:
+        chosen = Routing(*route(*gate))
+        if taps is not None:
+            chosen = taps.routed(chosen)
+        rows = (x.rows, chosen.ids, chosen.weights)
+        return experts(*rows, *held, first, mlp(x, shared), x.quantised), chosen
+    local = len(first_tensor(weights.gate_up))
+    ids, shares, pairs = route_sorted(*gate, first, local, tile)
+    chosen = Routing(ids, shares)
     if taps is not None:
         chosen = taps.routed(chosen)
-    shared = mlp(x, weights.shared)
-    partial = experts(
-        x.rows,
-        chosen.ids,
-        chosen.weights,
-        weights.gate_up,
-        weights.down,
-        weights.first,
-        shared,
-        x.quantised,
-    )
-    return partial, chosen
+        pairs = sort_choices(chosen.ids, first, local, tile)
+    both = (shared.gate_up, shared.down)
+    return fused_ffn(x.quantised, chosen.weights, pairs, *held, *both), chosen

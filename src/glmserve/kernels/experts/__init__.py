@@ -11,11 +11,22 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import use_kernel
+from ..linear.reference import QuantWeight
 from ..quantise.reference import QuantRows
 from . import reference
+from .pairs import SortedPairs
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
-__all__ = ["ExpertWeight", "Int4Weight", "experts"]
+__all__ = [
+    "ExpertWeight",
+    "Int4Weight",
+    "SortedPairs",
+    "experts",
+    "first_tensor",
+    "fused_ffn",
+    "fused_tile",
+    "sort_choices",
+]
 
 
 def experts(
@@ -57,3 +68,53 @@ def experts(
                 shared.contiguous(), quantised,
             )  # fmt: skip
     return reference.experts(x, ids, weights, gate_up, down, first, shared)
+
+
+def fused_tile(
+    x: torch.Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    shared_gate_up: torch.Tensor | QuantWeight,
+    shared_down: torch.Tensor | QuantWeight,
+) -> int | None:
+    """Rows of a tile of sorted pairs for `fused_ffn`; None where it does not serve x [R, D]."""
+    if not x.is_cuda:
+        return None
+    from . import fused_launch
+
+    weights = (gate_up, down, shared_gate_up, shared_down)
+    if not fused_launch.serves(len(x), x.dtype, *weights):
+        return None
+    return fused_launch.block_rows(len(x))
+
+
+def fused_ffn(
+    x: QuantRows,
+    weights: torch.Tensor,
+    pairs: SortedPairs,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    shared_gate_up: torch.Tensor | QuantWeight,
+    shared_down: torch.Tensor | QuantWeight,
+) -> torch.Tensor:
+    """`experts` with `mlp` of the shared expert as its shared part, in two or three kernels.
+
+    weights [R, k] as there; pairs: the choices sorted by `route_sorted` or `sort_choices` in tiles
+    of `fused_tile` rows, which serves these weights: block-fp8; shared_gate_up [2 I', D], shared_down [D, I']. The same bits as the separate operators.
+    """
+    from . import fused_launch
+
+    assert isinstance(gate_up, QuantWeight)
+    assert isinstance(down, QuantWeight)
+    assert isinstance(shared_gate_up, QuantWeight)
+    assert isinstance(shared_down, QuantWeight)
+    return fused_launch.experts(
+        x, weights.contiguous(), pairs, gate_up, down, shared_gate_up, shared_down
+    )
+
+
+def sort_choices(ids: torch.Tensor, first: int, local: int, tile: int) -> SortedPairs:
+    """Choices [R, k] int64 on CUDA as pairs of experts [first, first + local), tiles of `tile`."""
+    from . import launch
+
+    return launch.sort_pairs(ids.contiguous(), first, local, tile)

@@ -7,8 +7,6 @@ so the whole sequence can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -19,25 +17,12 @@ from ..quantise import launch as quantise_launch
 from ..quantise.reference import QuantRows
 from ..swiglu import launch as swiglu_launch
 from . import int4, kernel, sorting
+from .pairs import SortedPairs, empty_pairs, long_sum_chunks
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
 _EXPERTS_A_TOKEN_ROW = 32  # GLM: 256 experts, 8 a row, so R rows give R / 32 rows an expert
 _MANY = 64  # rows of a tile of the many-row kernel
 _SPLIT_PAIRS = 256  # pairs up to which the chunks of a sum get programs of their own
-
-
-class SortedPairs(NamedTuple):
-    """Pairs by expert and the tiles over them; see `sorting.sort_pairs`."""
-
-    order: torch.Tensor
-    place: torch.Tensor
-    offsets: torch.Tensor
-    tile_expert: torch.Tensor
-    tile_begin: torch.Tensor
-    tile_end: torch.Tensor
-    tile_count: torch.Tensor
-    block_m: int
-    max_tiles: int
 
 
 def unserved(x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight) -> dict[str, object]:
@@ -70,16 +55,14 @@ def block_rows(rows: int) -> int:
     return _MANY
 
 
-def sort_pairs(ids: torch.Tensor, first: int, local: int) -> SortedPairs:
-    """ids [R, k] int64 -> the pairs of experts [first, first + local)."""
+def sort_pairs(
+    ids: torch.Tensor, first: int, local: int, block_m: int | None = None
+) -> SortedPairs:
+    """ids [R, k] int64 -> the pairs of experts [first, first + local), in tiles of block_m rows."""
     pairs, device = ids.numel(), ids.device
-    block_m = block_rows(ids.shape[0])
-    max_tiles = min(pairs, local) + pairs // block_m
-    sizes = [pairs, pairs, local + 1, max_tiles, max_tiles, max_tiles, 1]
-    aligned = [-(-size // 4) * 4 for size in sizes]  # 16 bytes: one specialisation of the kernels
-    ints = torch.empty(sum(aligned), dtype=torch.int32, device=device)
-    parts = [part[:size] for part, size in zip(ints.split(aligned), sizes, strict=True)]
-    order, place, offsets, tile_expert, tile_begin, tile_end, count = parts
+    block_m = block_rows(ids.shape[0]) if block_m is None else block_m
+    out = empty_pairs(pairs, local, block_m, device)
+    order, place, offsets, tile_expert, tile_begin, tile_end, count, _, max_tiles = out
     bins = triton.next_power_of_2(local + 1)
     block = 256 if pairs <= 256 else 2048
     segments = -(-pairs // block)
@@ -94,9 +77,7 @@ def sort_pairs(ids: torch.Tensor, first: int, local: int) -> SortedPairs:
         local, block_m, max_tiles, bins, block, triton.next_power_of_2(segments),
         num_warps=4 if block == 256 else 8,
     )  # fmt: skip
-    return SortedPairs(
-        order, place, offsets, tile_expert, tile_begin, tile_end, count, block_m, max_tiles
-    )
+    return out
 
 
 def grouped_linear(
@@ -114,9 +95,8 @@ def grouped_linear(
     assert w_values.is_contiguous(), w_values.stride()
     experts, width, depth = w_values.shape
     total = pairs.order.numel()
-    # `linear`'s plan knows one weight; here many are in flight, so only the long sum is cut.
     block_k = plan(width, depth, scaled).block_k
-    chunks = 4 if depth >= 4096 and (depth // block_k) % 4 == 0 else 1
+    chunks = long_sum_chunks(depth, block_k)
     split = chunks > 1 and total <= _SPLIT_PAIRS
     parts = chunks if split else 1
     dtype = torch.float32 if split else torch.bfloat16

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import use_kernel
+from ..experts.pairs import SortedPairs
 from . import reference
 from .count import ChoiceCount
 
-__all__ = ["ChoiceCount", "route"]
+__all__ = ["ChoiceCount", "route", "route_sorted"]
 
 
 def route(
@@ -40,3 +41,22 @@ def route(
     if count is not None:
         count.add(ids)
     return ids, weights
+
+
+def route_sorted(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    scale: float,
+    count: ChoiceCount | None,
+    first: int,
+    local: int,
+    block_m: int,
+) -> tuple[torch.Tensor, torch.Tensor, SortedPairs]:
+    """`route` on CUDA, and the pairs of experts [first, first + local) in tiles of block_m rows."""
+    from . import launch
+
+    assert use_kernel("route", "cuda", launch.unserved(x, bias))
+    x = x.contiguous()
+    return launch.route_sorted(x, gate, bias, top_k, scale, count, first, local, block_m)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router scores as split-K partial sums, and the choice of experts of one row a program."""
+"""Router scores as split-K partial sums; the choice of experts of one row a program; and, where
+rows are few, the sorted pairs of the experts held here, made by the program that chose last.
+"""
 
 import triton
 import triton.language as tl
 
+from ..experts.sorting import sort_few
 from ..linear.kernel import chunk_product
-from ..triton_common import dot, to_bf16
+from ..triton_common import dot, let_next_start, prefetch, to_bf16, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -30,8 +33,16 @@ def score_parts(
     """
     BLOCKS: tl.constexpr = K // BK
     PER: tl.constexpr = (BLOCKS + CHUNKS - 1) // CHUNKS
+    let_next_start()
     chunk = tl.program_id(0) % CHUNKS
     n = tl.program_id(0) // CHUNKS * BN + tl.arange(0, BN)
+    LINE: tl.constexpr = 1024 // gate.dtype.element_ty.primitive_bitwidth
+    lines = chunk * PER * BK + tl.arange(0, 16) * LINE
+    prefetch(
+        gate + tl.minimum(n, experts - 1)[:, None] * K + lines[None, :],
+        (lines < tl.minimum((chunk + 1) * PER * BK, K))[None, :] & (n < experts)[:, None],
+    )
+    wait_for_previous()
     row = tl.program_id(1) * BM + tl.arange(0, BM)
     real = row < rows
     k = tl.arange(0, BK)
@@ -59,7 +70,7 @@ def score_parts(
     tl.store(target, acc, mask=real[None, :] & (n[:, None] < experts))
 
 
-@triton.jit(do_not_specialize=["rows", "padding"])
+@triton.jit(do_not_specialize=["rows", "padding", "first", "block_m", "max_tiles"])
 def choose_experts(
     parts,
     bias,
@@ -71,24 +82,44 @@ def choose_experts(
     rows,
     experts,
     scale,
+    order,
+    place,
+    offsets,
+    tile_expert,
+    tile_begin,
+    tile_end,
+    tile_count,
+    tickets,
+    first,
+    local,
+    block_m,
+    max_tiles,
     TOP_K: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BINS: tl.constexpr,
 ):
     """ids [rows, TOP_K] int64 ascending, weights [rows, TOP_K] fp32, of the summed parts.
 
     COUNT: totals [experts] int64 grow by the choices of rows whose row_seq is not `padding`.
+    PAIRS > 0, a power of two from rows * TOP_K on: order .. tile_count become the sorted pairs of
+    experts [first, first + local), as `sorting.sort_pairs` makes them; tickets[0] is 0 before and
+    after. BINS >= local, a power of two.
     """
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < experts
+    nudge = tl.load(bias + expert, mask=inside, other=0.0)
+    wait_for_previous()
     line = parts + row * experts + expert
     score = tl.load(line, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         score += tl.load(line + part * (rows.to(tl.int64) * experts), mask=inside, other=0.0)
     p = tl.sigmoid(score)
-    rank = tl.where(inside, p + tl.load(bias + expert, mask=inside, other=0.0), float("-inf"))
+    rank = tl.where(inside, p + nudge, float("-inf"))
     # As integers, which a warp reduces in one instruction: the best score, then its lowest id.
     bits = rank.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -106,3 +137,15 @@ def choose_experts(
     if COUNT:
         real = tl.load(row_seq + row) != padding
         tl.atomic_add(totals + expert, ones.to(tl.int64), mask=taken & real, sem="relaxed")
+    if PAIRS > 0:
+        tl.debug_barrier()  # every thread's choice before the ticket
+        arrived = 0
+        if rows > 1:
+            arrived = tl.atomic_add(tickets, 1, sem="acq_rel")
+        if arrived == rows - 1:
+            if rows > 1:
+                tl.store(tickets, 0)
+            sort_few(
+                ids, order, place, offsets, tile_expert, tile_begin, tile_end, tile_count,
+                rows * TOP_K, first, local, block_m, max_tiles, PAIRS, BINS,
+            )  # fmt: skip

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused block-fp8 FFN has the bits of the separate kernels, whatever the tiles and the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glmserve.kernels.experts import fused_launch, launch, reference
+from glmserve.kernels.linear import QuantWeight, quantise_weight
+from glmserve.kernels.linear import launch as linear_launch
+from glmserve.kernels.linear.reference import quant_linear
+from glmserve.kernels.quantise import launch as quantise_launch
+from glmserve.kernels.swiglu import launch as swiglu_launch
+from glmserve.kernels.swiglu.reference import swiglu
+from tests.kernels.test_experts import choices, make_weight, to_device
+from tests.tolerances import assert_close
+
+
+class Layer:
+    """Routed experts [first, first + local) and a slice of a shared one, hidden size `depth`."""
+
+    def __init__(self, device: torch.device, local: int, inner: int, shared: int, depth: int):
+        self.cpu = (
+            make_weight("fp8", local, 2 * inner, depth),
+            make_weight("fp8", local, depth, inner),
+            quantise_weight(torch.randn(2 * shared, depth) * depth**-0.5),
+            quantise_weight(torch.randn(depth, shared) * shared**-0.5),
+        )
+        self.weights = [to_device(w, device) for w in self.cpu]
+        self.device, self.local = device, local
+
+    def fused(self, x, ids, shares, first=0, block_m=None):  # type: ignore[no-untyped-def]
+        x, ids, shares = (t.contiguous().to(self.device) for t in (x, ids, shares))
+        block_m = block_m or fused_launch.block_rows(len(x))
+        pairs = launch.sort_pairs(ids, first, self.local, block_m)
+        rows = quantise_launch.quantise(x)
+        return fused_launch.experts(rows, shares, pairs, *self.weights)
+
+    def separate(self, x, ids, shares, first=0):  # type: ignore[no-untyped-def]
+        x, ids, shares = (t.contiguous().to(self.device) for t in (x, ids, shares))
+        up, down, shared_up, shared_down = self.weights
+        rows = quantise_launch.quantise(x)
+        hidden = linear_launch.linear(rows, shared_up, torch.bfloat16)
+        inside = swiglu_launch.swiglu_quantised(hidden)
+        shared = linear_launch.linear(inside, shared_down, torch.bfloat16)
+        return launch.experts(x, ids, shares, up, down, first, shared, rows)
+
+    def reference(self, x, ids, shares, first=0):  # type: ignore[no-untyped-def]
+        up, down, shared_up, shared_down = self.cpu
+        assert isinstance(shared_up, QuantWeight)
+        assert isinstance(shared_down, QuantWeight)
+        inside = swiglu(quant_linear(x, shared_up).to(x.dtype))
+        shared = quant_linear(inside, shared_down).to(x.dtype)
+        return reference.experts(x, ids, shares, up, down, first, shared)
+
+
+def make_rows(rows: int, experts: int, top_k: int, depth: int) -> tuple[torch.Tensor, ...]:
+    x = torch.randn(rows, depth)
+    x[:, 3] *= 40
+    return x.bfloat16(), choices(rows, experts, top_k), torch.rand(rows, top_k)
+
+
+@pytest.mark.parametrize("split_pairs", [0, 1 << 20], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("rows", "experts", "local", "first", "inner", "block_m"),
+    [(3, 12, 4, 4, 128, 16), (20, 5, 5, 0, 256, 16), (21, 4, 3, 1, 128, 64), (2, 9, 2, 7, 128, 16)],
+    ids=["some whole experts", "slices of all", "tall tiles", "hardly any local"],
+)
+def test_has_the_bits_of_separate_kernels(
+    device: torch.device,
+    rows: int,
+    experts: int,
+    local: int,
+    first: int,
+    inner: int,
+    block_m: int,
+    split_pairs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_launch, "_SPLIT_PAIRS", split_pairs)
+    layer = Layer(device, local, inner, 128, 256)
+    inputs = make_rows(rows, experts, 3, 256)
+    got = layer.fused(*inputs, first, block_m)
+    assert torch.equal(got, layer.separate(*inputs, first))
+    assert_close("layer", layer.reference(*inputs, first), got, "operator_quantised")
+    assert not linear_launch.workspace(got.device)[1].any()
+
+
+@pytest.mark.parametrize("combine_rows", [0, 64], ids=["combined apart", "combined in place"])
+def test_no_local_expert_leaves_the_shared_part(
+    device: torch.device, combine_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_launch, "_COMBINE_ROWS", combine_rows)
+    layer = Layer(device, 2, 128, 256, 384)
+    inputs = make_rows(5, 6, 2, 384)
+    got = layer.fused(*inputs, first=6)
+    assert torch.equal(got, layer.separate(*inputs, first=6))
+
+
+@pytest.mark.parametrize(
+    ("block_m", "split_pairs", "combine_rows"),
+    [(16, 0, 0), (16, 1 << 20, 64), (64, 0, 64)],
+    ids=["whole", "split", "tall"],
+)
+def test_a_row_of_long_sums_has_the_same_bits_in_every_form(
+    device: torch.device,
+    block_m: int,
+    split_pairs: int,
+    combine_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = Layer(device, 2, 128, 128, 4096)
+    x, ids, shares = make_rows(18, 2, 1, 4096)
+    alone = layer.fused(x[17:], ids[17:], shares[17:])
+    monkeypatch.setattr(fused_launch, "_SPLIT_PAIRS", split_pairs)
+    monkeypatch.setattr(fused_launch, "_COMBINE_ROWS", combine_rows)
+    assert torch.equal(layer.fused(x, ids, shares, block_m=block_m)[17:], alone)
+
+
+def test_only_block_fp8_layers_of_whole_groups_are_served(device: torch.device) -> None:
+    up, down, shared_up, shared_down = Layer(device, 2, 128, 128, 256).weights
+    weights = (up, down, shared_up, shared_down)
+    assert fused_launch.serves(1, torch.bfloat16, *weights)
+    assert not fused_launch.serves(fused_launch.MOST_ROWS + 1, torch.bfloat16, *weights)
+    assert not fused_launch.serves(1, torch.float32, *weights)
+    plain = make_weight("bf16", 2, 256, 256)
+    assert not fused_launch.serves(1, torch.bfloat16, plain, *weights[1:])
+    assert isinstance(shared_down, QuantWeight)
+    odd = QuantWeight(shared_down.values[:, :64], shared_down.scales)
+    assert not fused_launch.serves(1, torch.bfloat16, *weights[:3], odd)
