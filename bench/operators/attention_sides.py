@@ -13,8 +13,10 @@ from glmserve.kernels.latent_inputs import reference as inputs_reference
 from glmserve.kernels.latent_inputs.kernel import latent_inputs
 from glmserve.kernels.latent_inputs.reference import IndexKeyNorm
 from glmserve.kernels.quant import quantise_index, read_index_pages, unpack_latent_rows
+from glmserve.kernels.quantise import QuantRows, dequantise, quantise
 from glmserve.kernels.query_side import reference as query_reference
 from glmserve.kernels.query_side.kernel import absorb_query, index_query
+from glmserve.kernels.residual_norm import Normed
 from glmserve.kernels.rope import reference as rope_reference
 from glmserve.kernels.slot_lookup import reference as slot_reference
 from glmserve.kernels.slot_lookup.kernel import slot_lookup
@@ -106,11 +108,11 @@ def writes(rows: int, fp8: bool) -> Problem:
         projected[0].float(), q_norm.float(), kv_norm.float(), rope, slots[0], wide, wide_keys,
         IndexKeyNorm(norm.weight.float(), norm.bias.float()), 1e-5,
     )  # fmt: skip
-    outs: dict[int, torch.Tensor] = {}
+    outs: dict[int, Normed] = {}
 
     def launch(i: int) -> None:
         outs[i] = latent_inputs(
-            projected[i], q_norm, kv_norm, rope, slots[i], cache, keys, norm, 1e-5
+            projected[i], q_norm, kv_norm, rope, slots[i], cache, keys, norm, 1e-5, quantised=fp8
         )
 
     def error() -> float:
@@ -124,12 +126,23 @@ def writes(rows: int, fp8: bool) -> Problem:
         found = max(
             relative(stored, wide[slots[0]]), relative(index[slots[0]], wide_keys[slots[0]])
         )
-        return max(relative(outs[0], want), found - allowed)
+        return max(relative(outs[0].rows, want), found - allowed)
 
-    return Problem(launch, sets, error)
+    def exact() -> bool:
+        q_latent, quantised = outs[0]
+        return quantised is None or same_rows(quantised, quantise(q_latent))
+
+    return Problem(launch, sets, error, exact=exact)
 
 
-def absorption(rows: int, up: bool) -> Problem:
+def same_rows(got: QuantRows, want: QuantRows) -> bool:
+    """Bit for bit, -0 and 0 being one value."""
+    return torch.equal(got.scales, want.scales) and torch.equal(
+        got.values.float(), want.values.float()
+    )
+
+
+def absorption(rows: int, up: bool, fp8: bool = False) -> Problem:
     torch.manual_seed(0)
     bf16 = torch.bfloat16
     sets = sets_for(HEADS * 448 * 512 * 2 + rows * HEADS * 832 * 2)
@@ -137,21 +150,40 @@ def absorption(rows: int, up: bool) -> Problem:
     query = torch.randn(rows, HEADS, 256, device="cuda").to(bf16)
     latent = torch.randn(rows, HEADS, 512, device="cuda").to(bf16)
     rope = rope_reference.rope_table(torch.arange(rows, device="cuda"), 64, 8e6, torch.float32)
-    outs: dict[int, torch.Tensor] = {}
+    outs: dict[int, torch.Tensor | QuantRows] = {}
+
+    def run(i: int, some: slice) -> torch.Tensor | QuantRows:
+        w = kv_b[i]
+        if fp8:
+            return value_up_quantised(latent[some], w[:, 192:])
+        if up:
+            return value_up(latent[some], w[:, 192:])
+        return absorb_query(query[some], w[:, :192], rope[some])
 
     def launch(i: int) -> None:
-        w = kv_b[i]
-        outs[i] = value_up(latent, w[:, 192:]) if up else absorb_query(query, w[:, :192], rope)
+        outs[i] = run(i, slice(0, rows))
 
     def error() -> float:
         w = kv_b[0].float()
+        got = dequantise(outs[0]) if isinstance(outs[0], QuantRows) else outs[0]
         if up:
             return relative(
-                outs[0], torch.einsum("rhc,hvc->rhv", latent.float(), w[:, 192:]).flatten(1)
+                got, torch.einsum("rhc,hvc->rhv", latent.float(), w[:, 192:]).flatten(1)
             )
-        return relative(outs[0], query_reference.absorb_query(query.float(), w[:, :192], rope))
+        return relative(got, query_reference.absorb_query(query.float(), w[:, :192], rope))
 
-    return Problem(launch, sets, error)
+    def exact() -> bool:
+        """The last row alone has the same bits; in fp8 those of the rounded values."""
+        got, alone = outs[0], run(0, slice(rows - 1, rows))
+        if isinstance(got, QuantRows):
+            assert isinstance(alone, QuantRows)
+            last = QuantRows(got.values[-1:], got.scales[:, -1:])
+            plain = quantise(value_up(latent, kv_b[0][:, 192:]))
+            return same_rows(last, alone) and same_rows(got, plain)
+        assert isinstance(alone, torch.Tensor)
+        return torch.equal(got[-1:], alone)
+
+    return Problem(launch, sets, error, exact=exact)
 
 
 def index_queries(rows: int) -> Problem:
@@ -244,6 +276,11 @@ def cases() -> Iterator[Case]:
         yield Case(
             "value_up", name, lambda r=rows: absorption(r, True),
             memory_us(HEADS * 256 * 1024 + rows * HEADS * 768 * 2), 6e-3, None, target(rows),
+        )  # fmt: skip
+        yield Case(
+            "value_up", f"fp8 {name}", lambda r=rows: absorption(r, True, True),
+            memory_us(HEADS * 256 * 1024 + rows * HEADS * (512 * 2 + 256)), 3e-2, None,
+            target(rows),
         )  # fmt: skip
         yield Case(
             "query_side", f"index query fp8 {name}", lambda r=rows: index_queries(r),
