@@ -202,9 +202,9 @@ def describe(events: list[Event]) -> dict[str, Any]:
         "replay_us": [round((span[-1].end - span[0].start) / 1000, 1) for span in replays],
         "launches_a_step": round(len(spans) / PROFILED, 1),
         "gaps_inside_a_replay": largest([g for g, a, b in pairs if a.launch == b.launch]),
-        "gaps_between_launches": {
-            f"{a.name} -> {b.name}": round(gap, 1) for gap, a, b in pairs if a.launch != b.launch
-        },
+        "gaps_between_launches": [
+            (f"{a.name} -> {b.name}", round(gap, 1)) for gap, a, b in pairs if a.launch != b.launch
+        ],
         "layers": layers_by_kind([event.name for event in events], ours),
         "foreign": foreign(names, ours),
         "names": dict(names.most_common()),
