@@ -35,7 +35,8 @@ class Layer:
         block_m = block_m or fused_launch.block_rows(len(x))
         pairs = launch.sort_pairs(ids, first, self.local, block_m)
         rows = quantise_launch.quantise(x)
-        return fused_launch.experts(rows, shares, pairs, *self.weights)
+        up, down, *shared = self.weights
+        return fused_launch.experts(rows, shares, pairs, up, down, tuple(shared))
 
     def separate(self, x, ids, shares, first=0):  # type: ignore[no-untyped-def]
         x, ids, shares = (t.contiguous().to(self.device) for t in (x, ids, shares))
@@ -119,13 +120,13 @@ def test_a_row_of_long_sums_has_the_same_bits_in_every_form(
 
 
 def test_only_block_fp8_layers_of_whole_groups_are_served(device: torch.device) -> None:
-    up, down, shared_up, shared_down = Layer(device, 2, 128, 128, 256).weights
-    weights = (up, down, shared_up, shared_down)
-    assert fused_launch.serves(1, torch.bfloat16, *weights)
-    assert not fused_launch.serves(fused_launch.MOST_ROWS + 1, torch.bfloat16, *weights)
-    assert not fused_launch.serves(1, torch.float32, *weights)
-    plain = make_weight("bf16", 2, 256, 256)
-    assert not fused_launch.serves(1, torch.bfloat16, plain, *weights[1:])
-    assert isinstance(shared_down, QuantWeight)
-    odd = QuantWeight(shared_down.values[:, :64], shared_down.scales)
-    assert not fused_launch.serves(1, torch.bfloat16, *weights[:3], odd)
+    serves, weights = fused_launch.serves, tuple(Layer(device, 2, 128, 128, 256).weights)
+    assert serves(1, torch.bfloat16, weights)
+    assert serves(1, torch.bfloat16, weights[:2])
+    assert not serves(fused_launch.MOST_ROWS + 1, torch.bfloat16, weights)
+    assert not serves(1, torch.float32, weights)
+    plain, down = make_weight("bf16", 2, 256, 256), weights[3]
+    assert not serves(1, torch.bfloat16, (plain, *weights[1:]))
+    assert isinstance(down, QuantWeight)
+    odd = QuantWeight(down.values[:, :64], down.scales)
+    assert not serves(1, torch.bfloat16, (*weights[:3], odd))

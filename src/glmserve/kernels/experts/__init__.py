@@ -83,7 +83,7 @@ def fused_tile(
     from . import fused_launch
 
     weights = (gate_up, down, shared_gate_up, shared_down)
-    if not fused_launch.serves(len(x), x.dtype, *weights):
+    if not fused_launch.serves(len(x), x.dtype, weights):
         return None
     return fused_launch.block_rows(len(x))
 
@@ -109,7 +109,7 @@ def fused_ffn(
     assert isinstance(shared_gate_up, QuantWeight)
     assert isinstance(shared_down, QuantWeight)
     return fused_launch.experts(
-        x, weights.contiguous(), pairs, gate_up, down, shared_gate_up, shared_down
+        x, weights.contiguous(), pairs, gate_up, down, (shared_gate_up, shared_down)
     )
 
 

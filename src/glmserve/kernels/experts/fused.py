@@ -111,17 +111,22 @@ def _up_item(
         _activate(gate, up, out, scales, group, inner, stride, position, real)
 
 
-@triton.jit(do_not_specialize=["rows", "pairs", "chunks", "shared_chunks", "shared_programs"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "pairs", "chunks", "shared_chunks", "shared_programs", "shared_blocks"
+    ]
+)  # fmt: skip
 def gate_up_activated(
     x, x_scales, weight, weight_scales, shared_weight, shared_scales, shared_down,
     order, tile_expert, tile_begin, tile_end, tile_count, tickets,
     partial, out, out_scales, shared_partial, shared_out, shared_out_scales,
-    rows, pairs, inner, shared_inner, depth, chunks, shared_chunks, shared_programs,
+    rows, pairs, inner, shared_inner, depth, chunks, shared_chunks, shared_programs, shared_blocks,
     TOP_K: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The first `shared_programs` programs take one item of the shared expert each, the others
-    walk through those of the routed tiles.
+    """The first `shared_programs` programs take one item of the shared expert each (it has
+    `shared_blocks` blocks of rows, 0 where it is computed elsewhere), the others walk through those
+    of the routed tiles.
 
     x as `QuantRows` [rows, depth]; weight [E, 2 inner, depth], shared_weight [2 shared_inner,
     depth] with their block scales; out as `QuantRows` of the pairs in `order`, shared_out of rows.
@@ -135,7 +140,6 @@ def gate_up_activated(
     m = tl.arange(0, BM)
     program = tl.program_id(0)
     shared_groups = shared_inner // GROUP
-    row_blocks = tl.cdiv(rows, BM)
     if program < shared_programs:
         # The shared expert's weights depend on nothing: this program's part of down, and its tile.
         chunk = program % shared_ways
@@ -187,7 +191,7 @@ def gate_up_activated(
                 x, x_scales, rows, row.to(tl.int64), position, real, weight, weight_scales,
                 expert.to(tl.int64) * (2 * inner), expert * (2 * inner // GROUP), inner, depth,
                 chunks, group, sub, chunk, partial, pairs,
-                tickets + row_blocks * shared_groups + slot, out, out_scales, HALF, BM, SPLIT,
+                tickets + shared_blocks * shared_groups + slot, out, out_scales, HALF, BM, SPLIT,
                 STAGES,
             )  # fmt: skip
 
@@ -233,33 +237,33 @@ def _down_tile(
     tl.store(at, to_bf16(acc), mask=real[None, :] & (n < width)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows", "pairs"])
+@triton.jit(do_not_specialize=["rows", "pairs", "shared_blocks", "most_tiles"])
 def down_combined(
     x, x_scales, weight, weight_scales, shared_x, shared_x_scales, shared_weight, shared_scales,
     order, tile_expert, tile_begin, tile_end, tile_count, tickets,
     parts, shared, place, weights, out,
-    rows, pairs, width, depth, shared_depth, most_tiles,
+    rows, pairs, width, depth, shared_depth, shared_blocks, most_tiles,
     TOP_K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, COMBINE: tl.constexpr,
     RB: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """parts [pairs, width] = the pairs' rows x times their expert's weight, shared [rows, width]
-    likewise; COMBINE: the program that finishes a block of BN columns writes out [rows, width].
+    likewise unless shared_blocks is 0 (then it is given). COMBINE (shared_blocks > 0): the program
+    that finishes a block of BN columns writes out [rows, width].
 
     Items come by columns, and within these the shared expert's blocks of rows first.
     AHEAD: before it waits, a program fetches its first weight tile into L2.
     """
     columns = tl.cdiv(width, BN)
-    row_blocks = tl.cdiv(rows, BM)
     m = tl.arange(0, BM)
     line = tl.arange(0, BN)
     if AHEAD:
         # The tiles were made before the kernel that still runs; were they not, the wrong lines of
         # this weight would be fetched.
         tiles = tl.minimum(tl.maximum(tl.load(tile_count, cache_modifier=".cg"), 0), most_tiles)
-        each = tiles + row_blocks
-        own = tl.program_id(0) % each - row_blocks
+        each = tl.maximum(tiles + shared_blocks, 1)
+        own = tl.program_id(0) % each - shared_blocks
         column = tl.program_id(0) // each
-        if (own >= 0) & (column < columns):
+        if (own >= 0) & (own < tiles) & (column < columns):
             expert = tl.load(tile_expert + own, cache_modifier=".cg")
             n = tl.minimum(column * BN + line, width - 1)
             far = tl.arange(0, 16) * GROUP
@@ -268,13 +272,13 @@ def down_combined(
     wait_for_previous()
     let_next_start()
     tiles = tl.load(tile_count)
-    each = tiles + row_blocks
+    each = tiles + shared_blocks
     for item in tl.range(tl.program_id(0), columns * each, tl.num_programs(0)):
         column = item // each
-        tile = item % each - row_blocks
+        tile = item % each - shared_blocks
         n = column * BN + line
         if tile < 0:
-            position = (tile + row_blocks) * BM + m
+            position = (tile + shared_blocks) * BM + m
             _down_tile(
                 shared_x, shared_x_scales, rows, position, position < rows, shared_weight,
                 shared_scales, 0, 0, shared, width, shared_depth, n, column, BN, BM, STAGES,
