@@ -77,7 +77,7 @@ def _finish_row(
     if QUANTISE:
         group = tl.arange(0, GROUPS)
         quantised, scale = quantise_groups(result.to(tl.float32))
-        tl.store(values + at, quantised, mask=inside)
+        tl.store(tl.max_contiguous(values + at, (1, 8)), quantised, mask=inside)
         tl.store(scales + group * rows + row, scale, mask=group * GROUP < width)
 
 

@@ -57,7 +57,7 @@ def _write_q_latent(
     tl.store(q_latent + at, result)
     if QUANTISE:
         quantised, scale = quantise_groups(result.to(tl.float32))
-        tl.store(values + at, quantised)
+        tl.store(tl.max_contiguous(values + at, (1, 8)), quantised)
         tl.store(scales + g * rows + row, scale)
 
 

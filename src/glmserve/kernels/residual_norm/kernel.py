@@ -54,5 +54,5 @@ def residual_norm_rows(
     tl.store(normed + at, result, mask=inside)
     if QUANTISE:
         quantised, scale = quantise_groups(result.to(tl.float32))
-        tl.store(values + at, quantised, mask=inside)
+        tl.store(tl.max_contiguous(values + at, (1, 8)), quantised, mask=inside)
         tl.store(scales + group * rows + row, scale, mask=group * GROUP < width)
