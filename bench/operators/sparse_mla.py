@@ -21,7 +21,7 @@ SPILLS = {
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     sizes = [(8, 1 << 16), (16, 1 << 16), (8, 1 << 22)]  # 32 and 64 heads: blocks of 16
     for heads, cache_rows in sizes:
-        for rows, k in ((6, K), (6, 64), (4096, K)):
+        for rows, k in ((6, K), (6, 64), (32, K), (192, K), (4096, K)):
             for width, dtype in ((656, torch.uint8), (576, torch.bfloat16)):
                 query = torch.empty(rows, heads, 576, dtype=torch.bfloat16, device=device)
                 cache = torch.empty(cache_rows, width, dtype=dtype, device=device)

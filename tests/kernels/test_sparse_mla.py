@@ -8,9 +8,11 @@ import torch
 
 from glmserve.kernels.quant import pack_latent_rows, unpack_latent_rows
 from glmserve.kernels.sparse_mla import reference
+from glmserve.kernels.sparse_mla.joining import join
 from glmserve.kernels.sparse_mla.launch import sparse_mla, unserved
 
 SCALE = 256**-0.5
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # sums, reference, total
 
 
 def make(
@@ -96,6 +98,59 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
         one_row = query[one].contiguous(), cache, slots[one].contiguous()
         alone = sparse_mla(*one_row, SCALE, None, plain)
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.gpu
+def test_a_row_has_the_same_bits_however_many_tiles_a_program_takes(device: torch.device) -> None:
+    counts = [600, 0, 64, 1] * 10  # tiles one by one, chains of four, pairs of chains
+    query, cache, slots, _ = make(device, True, 8, counts, 640)
+    together = sparse_mla(query, cache, slots, SCALE)
+    for rows in (1, 4, 12):
+        got = sparse_mla(query[:rows], cache, slots[:rows], SCALE)
+        assert torch.equal(got, together[:rows]), rows
+
+
+def test_parts_of_a_row_join_to_the_same_bits_from_tiles_chains_and_pairs(
+    device: torch.device,
+) -> None:
+    rows, tiles = 2, 11
+    sums = torch.randn(rows, tiles, 4096)
+    reference_point = torch.randint(-5, 5, (rows, tiles, 8)).float()
+    total = torch.rand(rows, tiles, 8) + 0.1
+    reference_point[1, 6:], total[1, 6:], sums[1, 6:] = -1e30, 0.0, torch.nan  # never written
+    place = torch.arange(4096)
+    head = ((place >> 9) & 1) * 4 + ((place >> 2) & 3)
+    dim = (place >> 10) * 128 + ((place >> 7) & 3) * 32 + ((place >> 4) & 7) * 4 + (place & 3)
+
+    def add(parts: list[Part]) -> Part:
+        x, m, t = parts[0]
+        x = torch.where(m[:, head] > -1e29, x, 0.0)
+        for y, n, u in parts[1:]:
+            top = torch.maximum(m, n)
+            a, b = torch.exp2(m - top), torch.exp2(n - top)
+            y = torch.where(n[:, head] > -1e29, y, 0.0)
+            x, m, t = x * a[:, head] + y * b[:, head], top, t * a + u * b
+        return x, m, t
+
+    one = [(sums[:, i], reference_point[:, i], total[:, i]) for i in range(tiles)]
+    four = [add(one[i : i + 4]) for i in range(0, tiles, 4)]
+    eight = [add(four[i : i + 2]) for i in range(0, len(four), 2)]
+    eight = [(x.bfloat16().float(), m, t) for x, m, t in eight]
+    x, _, t = add(eight)
+    want = torch.zeros(rows, 8, 512)
+    want[:, head, dim] = x / (256 * t[:, head])
+    for parts, size, span in ((one, 1, 256), (four, 4, 256), (eight, 8, 512)):
+        kept = torch.stack([p[0] for p in parts], 1)
+        sizes = torch.stack([torch.stack(p[1:], 1) for p in parts], 1)
+        got = torch.empty(rows, 8, 512, dtype=torch.bfloat16, device=device)
+        join[(rows, 4096 // span)](
+            kept.to(torch.bfloat16 if size == 8 else torch.float32).to(device), sizes.to(device),
+            got, len(parts), TILES=size, SPAN=span, num_warps=span // 128,
+        )  # fmt: skip
+        assert relative(got.cpu(), want) < 3e-3, size
+        if size == 1:
+            first = got
+        assert torch.equal(got, first), size
 
 
 @pytest.mark.parametrize("plain", FORMS)

@@ -91,7 +91,7 @@ def attend_fp8(
     query, cache, slots, out, lse, scale, fit, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
-    PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One leaf of one row for HEADS of the heads. `scale` includes log2(e)."""
     TWICE: tl.constexpr = HEADS == 8
@@ -109,6 +109,8 @@ def attend_fp8(
     ropes = cache.to(tl.pointer_type(tl.bfloat16))
     begin = leaf * LEAF
     stop = tl.minimum(begin + LEAF, k)
+    let_next_start()
+    wait_for_previous()
     mine = slots + row * k
     slot = tl.load(mine + begin + t, mask=begin + t < stop, other=-1)
     # Unused places are at the end of a selection: a leaf that begins with one has no token.
@@ -188,7 +190,6 @@ def attend_fp8(
         s1 = n1
         s2 = n2
         s3 = n3
-    let_next_start(PDL)
     inverse = tl.where(total > 0, 1.0 / (fit * tl.maximum(total, 1e-30)), 0.0)
     if PARTIAL:
         target = out + ((row * leaves + leaf) * all_heads + first_head) * 512
@@ -213,7 +214,7 @@ def attend_bf16(
     query, cache, slots, out, lse, scale, fit, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
-    PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """As attend_fp8, on rows of 576 bf16 values."""
     TWICE: tl.constexpr = HEADS == 8
@@ -227,6 +228,8 @@ def attend_bf16(
     pc = tl.arange(0, P_COLUMNS)
     begin = leaf * LEAF
     stop = tl.minimum(begin + LEAF, k)
+    let_next_start()
+    wait_for_previous()
     mine = slots + row * k
     slot = tl.load(mine + begin + t, mask=begin + t < stop, other=-1)
     used_tiles = tl.where(tl.max(slot, 0) >= 0, tl.cdiv(stop - begin, TILE), 0)
@@ -270,7 +273,6 @@ def attend_bf16(
         a1 = dot(k1.T, weights, a1 * fade[None, :])
         a2 = dot(k2.T, weights, a2 * fade[None, :])
         a3 = dot(k3.T, weights, a3 * fade[None, :])
-    let_next_start(PDL)
     total = tl.sum(lanes, 0)
     inverse = tl.where(total > 0, 1.0 / tl.maximum(total, 1e-30), 0.0)
     if PARTIAL:
@@ -293,7 +295,7 @@ def attend_bf16(
 def merge(
     partial, lse, out, leaves, all_heads,
     HEADS: tl.constexpr, LEAVES: tl.constexpr, DIMS: tl.constexpr,
-    PERMUTED: tl.constexpr, PDL: tl.constexpr,
+    PERMUTED: tl.constexpr,
 ):  # fmt: skip
     """Joins a row's leaves for HEADS heads and DIMS of the 512 dimensions."""
     row = tl.program_id(0)
@@ -301,8 +303,8 @@ def merge(
     s = tl.arange(0, LEAVES)
     h = tl.arange(0, HEADS)
     m = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
-    wait_for_previous(PDL)
-    let_next_start(PDL)
+    wait_for_previous()
+    let_next_start()
     line = row * leaves + s
     there = (s < leaves)[:, None]
     size = tl.load(
@@ -318,23 +320,3 @@ def merge(
     dims = (m // 128) * 128 + _stored_order(m % 128) if PERMUTED else m
     target = out + (row * all_heads + first_head + h)[None, :] * 512 + dims[:, None]
     tl.store(target, to_bf16(total))
-
-
-@triton.jit(do_not_specialize=["leaves"])
-def merge_head(
-    partial, lse, out, leaves, HEADS: tl.constexpr, LEAVES: tl.constexpr, PDL: tl.constexpr
-):
-    """As merge, of one head, where a leaf's partial is [head, 512]."""
-    line = tl.program_id(0)  # row * HEADS + head
-    row = line // HEADS
-    s = tl.arange(0, LEAVES)
-    d = tl.arange(0, 512)
-    wait_for_previous(PDL)
-    let_next_start(PDL)
-    at = row * leaves * HEADS + s * HEADS + line % HEADS
-    size = tl.load(lse + at, mask=s < leaves, other=_NEVER)
-    share = tl.where(size > _NEVER, tl.exp2(size - tl.max(size, 0)), 0.0)
-    share = share / tl.maximum(tl.sum(share, 0), 1e-30)
-    x = tl.load(partial + at[:, None] * 512 + d[None, :], mask=(size > _NEVER)[:, None], other=0.0)
-    total = tl.sum(x.to(tl.float32) * share[:, None], 0)
-    tl.store(out + line * 512 + d, to_bf16(total))

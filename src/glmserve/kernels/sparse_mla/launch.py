@@ -8,9 +8,10 @@ import math
 import torch
 import triton
 
+from ..pdl import pdl
 from ..quant import latent_row_bytes
 from . import small
-from .kernel import attend_bf16, attend_fp8, merge, merge_head
+from .kernel import attend_bf16, attend_fp8, merge
 
 TILE = 64  # tokens a step
 LEAF = 256  # tokens of one online softmax while rows are few
@@ -46,8 +47,8 @@ def sparse_mla(
 ) -> torch.Tensor:
     """As the operator. Many rows (prefill) take each row's selection as one leaf, unmerged.
 
-    `plain` keeps to the Triton form where a Gluon form exists (eight heads over fp8 rows); that
-    one wants unused slots at the end of a selection.
+    `plain` keeps to the Triton form where a Gluon form exists (eight heads over fp8 rows, up to
+    2048 slots a row); that one wants unused slots at the end of a selection.
     """
     assert query.is_contiguous(), query.stride()
     assert latent_cache.is_contiguous(), latent_cache.stride()
@@ -59,48 +60,39 @@ def sparse_mla(
     out = torch.empty(rows, all_heads, 512, dtype=query.dtype, device=query.device)
     if rows == 0:
         return out
+    fp8 = latent_cache.dtype == torch.uint8
+    on_gpu = query.device.type != "cpu"
+    scale *= math.log2(math.e)
+    if fp8 and all_heads == 8 and on_gpu and not plain:
+        from .hopper import launch as hopper
+
+        if k <= hopper.LONGEST:
+            hopper.launch(query, latent_cache, slots, out, scale)
+            return out
     leaf = max(LONG_LEAF, triton.next_power_of_2(k)) if rows > MANY_ROWS else LEAF
     leaves = triton.cdiv(k, leaf)
     alone = leaves == 1
-    on_gpu = query.device.type != "cpu"
-    pdl = on_gpu and not alone
     target, lse = out, out
     if not alone:
         shape = (rows, leaves, all_heads)
         target = torch.empty(*shape, 512, dtype=torch.bfloat16, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    fp8 = latent_cache.dtype == torch.uint8
     heads = min(all_heads, 16)
-    scale *= math.log2(math.e)
     # A power of two that takes every weight times scale close to the top of f16's range.
     fit = 0.0 if latent_bound is None else 2.0 ** math.floor(math.log2(6e4 * 448 / latent_bound))
-    gluon = fp8 and all_heads == 8 and on_gpu and not plain
-    if gluon:
-        from .hopper import kernel as hopper
-
-        hopper.launch(query, latent_cache, slots, target, lse, scale, fit, leaf, leaves, pdl)
-    else:
-        kernel = attend_fp8 if fp8 else attend_bf16
-        kernel[(rows * leaves, all_heads // heads)](
-            query, latent_cache, slots, target, lse, scale, fit, k, leaves, all_heads, HEADS=heads,
-            BOUNDED=fp8 and fit > 0,
-            LEAF=leaf, TILE=TILE, STAGES=STAGES, WIDE=latent_cache.numel() >= 1 << 31,
-            PARTIAL=not alone, PDL=pdl, num_warps=WARPS,
-        )  # fmt: skip
+    kernel = attend_fp8 if fp8 else attend_bf16
+    kernel[(rows * leaves, all_heads // heads)](
+        query, latent_cache, slots, target, lse, scale, fit, k, leaves, all_heads, HEADS=heads,
+        BOUNDED=fp8 and fit > 0,
+        LEAF=leaf, TILE=TILE, STAGES=STAGES, WIDE=latent_cache.numel() >= 1 << 31,
+        PARTIAL=not alone, num_warps=WARPS, **pdl(),
+    )  # fmt: skip
     if alone:
         return out
     most = max(8, triton.next_power_of_2(leaves))  # few values, so few compiled forms
-    late: dict[str, bool] = {"launch_pdl": True} if pdl else {}
-    if gluon:
-        merge_head[(rows * all_heads,)](
-            target, lse, out, leaves, HEADS=all_heads, LEAVES=most,
-            PDL=pdl, num_warps=4, **late,
-        )  # fmt: skip
-    else:
-        dims = 128
-        merge[(rows, all_heads // heads, 512 // dims)](
-            target, lse, out, leaves, all_heads, HEADS=heads,
-            LEAVES=most, DIMS=dims, PERMUTED=fp8, PDL=pdl, num_warps=4,
-            **late,
-        )  # fmt: skip
+    dims = 128
+    merge[(rows, all_heads // heads, 512 // dims)](
+        target, lse, out, leaves, all_heads, HEADS=heads,
+        LEAVES=most, DIMS=dims, PERMUTED=fp8, num_warps=4, **pdl(),
+    )  # fmt: skip
     return out
