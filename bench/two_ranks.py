@@ -113,9 +113,9 @@ def steps(together: LoneRank, group: TorchGroup, rows: int) -> dict[str, float]:
         group.peers = peers if name == "peers" else None
         decode = Decode(together, Case(rows, CONTEXT, DRAFTS))
         for part, step in decode.prepare().items():
-            decode.requests.place()
             group.barrier()
-            slowest = torch.tensor(timed(step, decode.device), device="cuda")
+            ms = timed(step, decode.device, before=decode.requests.place)
+            slowest = torch.tensor(ms, device="cuda")
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             found[f"{part}_{name}_ms"] = round(float(slowest), 3)
     group.peers = peers

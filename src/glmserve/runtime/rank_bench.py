@@ -53,12 +53,19 @@ def cases(rows: list[int], contexts: list[int], drafts: list[int]) -> list[Case]
     ]
 
 
-def timed(step: Step, device: torch.device, repeats: int = REPEATS) -> float:
-    """Median milliseconds."""
+def timed(
+    step: Step,
+    device: torch.device,
+    repeats: int = REPEATS,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Median milliseconds; `before` runs ahead of each step and is not counted."""
     times: list[float] = []
     for _ in range(2 if device.type == "cuda" else 0):
+        before()
         step()
     for _ in range(repeats):
+        before()
         if device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -118,12 +125,12 @@ class Decode:
         drawer.verify(layout, drawer.draw(layout, logits, PLAIN), PLAIN)
 
     def measure(self, parts: dict[str, Step], with_split: bool) -> list[dict[str, Any]]:
-        """A record for each part; timings first, so that nothing else runs between them."""
-        ms = {}
-        for name, part in parts.items():
-            self.requests.place()
-            ms[name] = timed(part, self.device)
-        self.requests.place()
+        """A record for each part. Every step starts from the same place: what it drafted is random
+        weights' draft, and rows of one token choose the same experts. Timings come first, so that
+        nothing else runs between them."""
+        place = self.requests.place
+        ms = {name: timed(part, self.device, before=place) for name, part in parts.items()}
+        place()
         hit = experts_hit(self.rank, self.runner, parts["step"])
         records = []
         for name, part in parts.items():
