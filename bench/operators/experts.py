@@ -2,7 +2,8 @@
 """Routed experts of one rank: 32 whole ones of 256, or 256 slices of 256 columns; fp8, bf16, int4.
 
 `experts` rows time the whole block (sort, quantisation, both products, SwiGLU, combine);
-`expert_gemm` rows one grouped product on pairs that are sorted already.
+`expert_gemm` rows one grouped product on pairs that are sorted already: to 1536 tokens with what
+follows it in the same launch (SwiGLU and quantisation, the weighted sum).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from bench.registry import Case, Problem, arithmetic_us, memory_us
-from glmserve.kernels.experts import ExpertWeight, Int4Weight, launch, reference
+from glmserve.kernels.experts import ExpertWeight, Int4Weight, fused_launch, launch, reference
+from glmserve.kernels.experts.pairs import block_rows, empty_pairs
 from glmserve.kernels.experts.reference import first_tensor
 from glmserve.kernels.linear import QuantWeight
 from glmserve.kernels.quantise import quantise
@@ -101,6 +103,25 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
                     return launch.experts(x, ids, shares, up, down, 0, x)
 
                 yield f"{kind} {experts} experts {rows} rows", call
+    up, down, *shared = (
+        QuantWeight(
+            torch.empty(*lead, n, k, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(*lead, n // 128, k // 128, device=device),
+        )
+        for lead, n, k in (
+            ((32,), 2 * INNER, WIDTH), ((32,), WIDTH, INNER), ((), INNER // 4, WIDTH),
+            ((), WIDTH, INNER // 8),
+        )
+    )  # fmt: skip
+    for rows in (1, 48, 192, 1024):
+        pairs = empty_pairs(rows * TOP_K, 32, block_rows(rows), device)
+        quantised = quantise(torch.empty(rows, WIDTH, dtype=torch.bfloat16, device=device))
+        shares = torch.empty(rows, TOP_K, dtype=torch.float32, device=device)
+
+        def whole(x=quantised, shares=shares, pairs=pairs):  # type: ignore[no-untyped-def]
+            return fused_launch.experts(x, shares, pairs, up, down, (shared[0], shared[1]))
+
+        yield f"fused with a shared expert, {rows} rows", whole
 
 
 def routing(rows: int, sets: int, hit: int | None) -> list[torch.Tensor]:
@@ -170,11 +191,18 @@ def gemm_problem(rows: int, which: int) -> Problem:
     top_k = TOP_K if which == 0 else 0
     x = quantise(torch.randn(rows * (1 if top_k else TOP_K), depth, device="cuda").bfloat16())
     sorted_pairs = [launch.sort_pairs(ids, 0, EP[0]) for ids in choices]
-    outs: dict[int, torch.Tensor] = {}
+    outs: dict[int, object] = {}
+    shares = torch.rand(rows, TOP_K, device="cuda")
+    shared = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
 
     def run(i: int) -> None:
         assert isinstance(weight, QuantWeight)
-        outs[i] = launch.grouped_linear(x, weight, sorted_pairs[i], top_k)
+        if rows > fused_launch.MOST_ROWS:
+            outs[i] = launch.grouped_linear(x, weight, sorted_pairs[i], top_k)
+        elif top_k:
+            outs[i] = fused_launch.activated(x, sorted_pairs[i], top_k, weight, shared)
+        else:
+            outs[i] = fused_launch.combined(x, x, sorted_pairs[i], shares, weight, shared)
 
     return Problem(run, sets, lambda: 0.0, launches=16 if rows <= 192 else 4)
 

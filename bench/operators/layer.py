@@ -75,7 +75,8 @@ def make_layer(indexed: bool) -> LayerWeights:
 _experts: list[Weights] = []
 
 
-def with_experts(layer: LayerWeights) -> LayerWeights:
+def with_experts(layer: LayerWeights, hit: int) -> LayerWeights:
+    """`layer` with a router that keeps to `hit` local experts and their share of the others."""
     if not _experts:
         width, inner = CONFIG.hidden_size, CONFIG.moe_intermediate_size
         _experts.append(
@@ -87,6 +88,7 @@ def with_experts(layer: LayerWeights) -> LayerWeights:
     assert isinstance(layer.ffn, MoeWeights)
     gate = torch.empty(256, CONFIG.hidden_size, dtype=torch.bfloat16, device="cuda")
     bias = torch.full((256,), 34.0, device="cuda")
+    bias[hit:LOCAL] = bias[LOCAL + 7 * hit :] = 32.0  # a score is below 1: these are never chosen
     return replace(
         layer,
         ffn=replace(
@@ -131,7 +133,7 @@ class Sets:
 
     def _layer(self, hit: int) -> DecoderLayer:
         """A layer whose router, fed with what the attention gives it, hits so many experts here."""
-        weights = with_experts(make_layer(self.indexed))
+        weights = with_experts(make_layer(self.indexed), hit)
         layer = DecoderLayer(CONFIG, weights, SingleGroup(), CONFIG.rms_norm_eps)
         assert isinstance(weights.ffn, MoeWeights)
         for _ in range(500):

@@ -135,14 +135,13 @@ def test_a_row_has_the_same_bits_in_every_tile_height(
 def test_long_sums_have_the_same_bits_split_and_whole(
     device: torch.device, block_m: int, split_pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight = to_device(make_weight("fp8", 1, 128, 4096), device)
-    assert isinstance(weight, QuantWeight)
+    weight = to_device(make_weight("bf16", 1, 128, 4096), device)
+    assert isinstance(weight, torch.Tensor)
     x = torch.randn(2, 4096).bfloat16().to(device)
     ids = torch.zeros(2, 1, dtype=torch.int64, device=device)
 
     def run() -> torch.Tensor:
-        rows = launch.quantise_launch.quantise(x)
-        parts = launch.grouped_linear(rows, weight, launch.sort_pairs(ids, 0, 1), 1)
+        parts = launch.grouped_linear(x, weight, launch.sort_pairs(ids, 0, 1), 1)
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part.float()

@@ -23,8 +23,6 @@ from glmserve.model.mlp import mlp
 from glmserve.model.taps import Routing, Taps
 from glmserve.model_config import ModelConfig
 
-FUSED = False
-
 
 def moe(
     x: Normed,
@@ -44,7 +42,7 @@ def moe(
     )
     held, shared, first = (weights.gate_up, weights.down), weights.shared, weights.first
     tile = fused_tile(x.rows, *held, shared.gate_up, shared.down)
-    if not FUSED or tile is None or x.quantised is None:
+    if tile is None or x.quantised is None:
         chosen = Routing(*route(*gate))
         if taps is not None:
             chosen = taps.routed(chosen)

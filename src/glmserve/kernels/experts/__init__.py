@@ -14,7 +14,7 @@ from ..dispatch import use_kernel
 from ..linear.reference import QuantWeight
 from ..quantise.reference import QuantRows
 from . import reference
-from .pairs import SortedPairs
+from .pairs import SortedPairs, block_rows
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
 __all__ = [
@@ -85,7 +85,7 @@ def fused_tile(
     weights = (gate_up, down, shared_gate_up, shared_down)
     if not fused_launch.serves(len(x), x.dtype, weights):
         return None
-    return fused_launch.block_rows(len(x))
+    return block_rows(len(x))
 
 
 def fused_ffn(
@@ -100,7 +100,8 @@ def fused_ffn(
     """`experts` with `mlp` of the shared expert as its shared part, in two or three kernels.
 
     weights [R, k] as there; pairs: the choices sorted by `route_sorted` or `sort_choices` in tiles
-    of `fused_tile` rows, which serves these weights: block-fp8; shared_gate_up [2 I', D], shared_down [D, I']. The same bits as the separate operators.
+    of `fused_tile` rows, which serves these weights: block-fp8; shared_gate_up [2 I', D],
+    shared_down [D, I']. The same bits as the separate operators.
     """
     from . import fused_launch
 

@@ -111,21 +111,41 @@ def _up_item(
         _activate(gate, up, out, scales, group, inner, stride, position, real)
 
 
+@triton.jit
+def _tile(tile_expert, tile_begin, tile_end, tile, most_tiles):
+    """(expert, first and last position) of a tile; expert -1 beyond the last."""
+    there = tile < most_tiles
+    expert = tl.load(tile_expert + tile, mask=there, other=-1)
+    begin = tl.load(tile_begin + tile, mask=there, other=0)
+    return expert, begin, tl.load(tile_end + tile, mask=there, other=0)
+
+
+@triton.jit
+def _fetch_tile(weight, group, sub, chunk, span, inner, depth, HALF: tl.constexpr):
+    """Asks for the first 2 KB of each row of an item's weight to be brought to L2."""
+    line = tl.arange(0, 2 * HALF)
+    column = group * GROUP + sub * HALF + line % HALF
+    n = tl.where(line < HALF, column, inner + column)
+    far = tl.arange(0, 16) * GROUP
+    at = weight + n[:, None].to(tl.int64) * depth + chunk * span + far[None, :]
+    prefetch(at, (far < span)[None, :] & (n >= 0)[:, None])
+
+
 @triton.jit(
     do_not_specialize=[
-        "rows", "pairs", "chunks", "shared_chunks", "shared_programs", "shared_blocks"
+        "rows", "pairs", "most_tiles", "chunks", "shared_chunks", "shared_programs", "shared_slots"
     ]
 )  # fmt: skip
 def gate_up_activated(
     x, x_scales, weight, weight_scales, shared_weight, shared_scales, shared_down,
     order, tile_expert, tile_begin, tile_end, tile_count, tickets,
     partial, out, out_scales, shared_partial, shared_out, shared_out_scales,
-    rows, pairs, inner, shared_inner, depth, chunks, shared_chunks, shared_programs, shared_blocks,
-    TOP_K: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    rows, pairs, inner, shared_inner, depth, chunks, shared_chunks, shared_programs, shared_slots,
+    most_tiles, TOP_K: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, SBM: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The first `shared_programs` programs take one item of the shared expert each (it has
-    `shared_blocks` blocks of rows, 0 where it is computed elsewhere), the others walk through those
+    """The first `shared_programs` programs take one item of the shared expert each (none where it
+    is computed elsewhere; blocks of SBM rows, `shared_slots` tickets), then all walk through those
     of the routed tiles.
 
     x as `QuantRows` [rows, depth]; weight [E, 2 inner, depth], shared_weight [2 shared_inner,
@@ -137,63 +157,58 @@ def gate_up_activated(
     if SPLIT:
         ways = chunks
         shared_ways = shared_chunks
-    m = tl.arange(0, BM)
     program = tl.program_id(0)
+    programs = tl.num_programs(0)
     shared_groups = shared_inner // GROUP
+    shared_chunk = program % shared_ways
+    shared_sub = program // shared_ways % SUBS
+    shared_slot = program // (shared_ways * SUBS)
     if program < shared_programs:
         # The shared expert's weights depend on nothing: this program's part of down, and its tile.
-        chunk = program % shared_ways
-        rest = program // shared_ways
-        sub = rest % SUBS
-        slot = rest // SUBS
-        group = slot % shared_groups
-        position = slot // shared_groups * BM + m
-        real = position < rows
-        span = tl.cdiv(depth, shared_ways)
-        line = tl.arange(0, 2 * HALF)
-        column = group * GROUP + sub * HALF + line % HALF
-        n = tl.where(line < HALF, column, shared_inner + column)
-        far = tl.arange(0, 16) * GROUP
-        own_tile = shared_weight + n[:, None].to(tl.int64) * depth + chunk * span + far[None, :]
-        prefetch(own_tile, (far < span)[None, :] & (n >= 0)[:, None])
+        _fetch_tile(
+            shared_weight, shared_slot % shared_groups, shared_sub, shared_chunk,
+            tl.cdiv(depth, shared_ways), shared_inner, depth, HALF,
+        )  # fmt: skip
         total = depth * shared_inner // GROUP  # lines of down
         share = tl.cdiv(total, shared_programs)
         for start in tl.range(0, share, 512):
             own = start + tl.arange(0, 512)
             far_line = program * share + own
             prefetch(shared_down + far_line * GROUP, (own < share) & (far_line < total))
-        wait_for_previous()
-        let_next_start()
+    wait_for_previous()
+    let_next_start()  # not before: who starts may look at the tiles
+    groups = inner // GROUP
+    each = groups * SUBS * ways  # items of a tile
+    tiles = tl.load(tile_count)
+    # The programs of the shared expert come to the routed ones last.
+    first = (program + programs - shared_programs) % programs
+    expert, begin, end = _tile(tile_expert, tile_begin, tile_end, first // each, most_tiles)
+    if program < shared_programs:
+        position = shared_slot // shared_groups * SBM + tl.arange(0, SBM)
+        real = position < rows
         row = tl.where(real, position, 0).to(tl.int64)
         _up_item(
             x, x_scales, rows, row, position, real, shared_weight, shared_scales, 0, 0,
-            shared_inner, depth, shared_chunks, group, sub, chunk, shared_partial, rows,
-            tickets + slot, shared_out, shared_out_scales, HALF, BM, SPLIT, STAGES,
+            shared_inner, depth, shared_chunks, shared_slot % shared_groups, shared_sub,
+            shared_chunk, shared_partial, rows, tickets + shared_slot, shared_out,
+            shared_out_scales, HALF, SBM, SPLIT, STAGES,
         )  # fmt: skip
-    else:
-        wait_for_previous()
-        let_next_start()  # not before: who starts may look at the tiles
-        tiles = tl.load(tile_count)
-        groups = inner // GROUP
-        steps = tl.num_programs(0) - shared_programs
-        for item in tl.range(program - shared_programs, tiles * groups * SUBS * ways, steps):
-            chunk = item % ways
-            rest = item // ways
-            sub = rest % SUBS
-            slot = rest // SUBS
-            tile = slot % tiles
-            group = slot // tiles
-            expert = tl.load(tile_expert + tile)
-            position = tl.load(tile_begin + tile) + m
-            real = position < tl.load(tile_end + tile)
-            row = tl.load(order + position, mask=real, other=0) // TOP_K
-            _up_item(
-                x, x_scales, rows, row.to(tl.int64), position, real, weight, weight_scales,
-                expert.to(tl.int64) * (2 * inner), expert * (2 * inner // GROUP), inner, depth,
-                chunks, group, sub, chunk, partial, pairs,
-                tickets + shared_blocks * shared_groups + slot, out, out_scales, HALF, BM, SPLIT,
-                STAGES,
-            )  # fmt: skip
+    m = tl.arange(0, BM)
+    for item in tl.range(first, tiles * each, programs):
+        chunk = item % ways
+        sub = item // ways % SUBS
+        slot = item // (ways * SUBS)
+        position = begin + m
+        real = position < end
+        row = tl.load(order + position, mask=real, other=0) // TOP_K
+        _up_item(
+            x, x_scales, rows, row.to(tl.int64), position, real, weight, weight_scales,
+            expert.to(tl.int64) * (2 * inner), expert * (2 * inner // GROUP), inner, depth,
+            chunks, slot % groups, sub, chunk, partial, pairs,
+            tickets + shared_slots + slot, out, out_scales, HALF, BM, SPLIT, STAGES,
+        )  # fmt: skip
+        after = (item + programs) // each
+        expert, begin, end = _tile(tile_expert, tile_begin, tile_end, after, most_tiles)
 
 
 @triton.jit
@@ -237,12 +252,11 @@ def _down_tile(
     tl.store(at, to_bf16(acc), mask=real[None, :] & (n < width)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows", "pairs", "shared_blocks", "most_tiles"])
+@triton.jit(do_not_specialize=["rows", "pairs", "shared_blocks", "most_tiles", "experts"])
 def down_combined(
     x, x_scales, weight, weight_scales, shared_x, shared_x_scales, shared_weight, shared_scales,
-    order, tile_expert, tile_begin, tile_end, tile_count, tickets,
-    parts, shared, place, weights, out,
-    rows, pairs, width, depth, shared_depth, shared_blocks, most_tiles,
+    tile_expert, tile_begin, tile_end, tile_count, tickets, parts, shared, place, weights, out,
+    rows, pairs, width, depth, shared_depth, shared_blocks, most_tiles, experts,
     TOP_K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, COMBINE: tl.constexpr,
     RB: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -250,32 +264,37 @@ def down_combined(
     likewise unless shared_blocks is 0 (then it is given). COMBINE (shared_blocks > 0): the program
     that finishes a block of BN columns writes out [rows, width].
 
-    Items come by columns, and within these the shared expert's blocks of rows first.
+    Items come by tiles, the shared expert's blocks of rows first.
     AHEAD: before it waits, a program fetches its first weight tile into L2.
     """
     columns = tl.cdiv(width, BN)
     m = tl.arange(0, BM)
     line = tl.arange(0, BN)
+    first = tl.program_id(0)
     if AHEAD:
-        # The tiles were made before the kernel that still runs; were they not, the wrong lines of
-        # this weight would be fetched.
-        tiles = tl.minimum(tl.maximum(tl.load(tile_count, cache_modifier=".cg"), 0), most_tiles)
-        each = tl.maximum(tiles + shared_blocks, 1)
-        own = tl.program_id(0) % each - shared_blocks
-        column = tl.program_id(0) // each
-        if (own >= 0) & (own < tiles) & (column < columns):
-            expert = tl.load(tile_expert + own, cache_modifier=".cg")
-            n = tl.minimum(column * BN + line, width - 1)
+        # The tiles were made before the kernel that still runs; were they not, wrong lines of this
+        # weight would be fetched.
+        tile = first // columns - shared_blocks
+        known = (tile >= 0) & (tile < most_tiles)
+        expert = tl.load(tile_expert + tile, mask=known, other=-1, cache_modifier=".cg")
+        if (expert >= 0) & (expert < experts):
+            n = tl.minimum(first % columns * BN + line, width - 1)
             far = tl.arange(0, 16) * GROUP
-            first = weight + (expert.to(tl.int64) * width + n)[:, None] * depth
-            prefetch(first + far[None, :], (far < depth)[None, :] & (n >= 0)[:, None])
+            at = weight + (expert.to(tl.int64) * width + n)[:, None] * depth + far[None, :]
+            prefetch(at, (far < depth)[None, :] & (n >= 0)[:, None])
     wait_for_previous()
     let_next_start()
-    tiles = tl.load(tile_count)
-    each = tiles + shared_blocks
-    for item in tl.range(tl.program_id(0), columns * each, tl.num_programs(0)):
-        column = item // each
-        tile = item % each - shared_blocks
+    each = tl.load(tile_count) + shared_blocks
+    expert, begin, end = _tile(
+        tile_expert,
+        tile_begin,
+        tile_end,
+        tl.maximum(first // columns - shared_blocks, 0),
+        most_tiles,
+    )
+    for item in tl.range(first, columns * each, tl.num_programs(0)):
+        column = item % columns
+        tile = item // columns - shared_blocks
         n = column * BN + line
         if tile < 0:
             position = (tile + shared_blocks) * BM + m
@@ -284,9 +303,8 @@ def down_combined(
                 shared_scales, 0, 0, shared, width, shared_depth, n, column, BN, BM, STAGES,
             )  # fmt: skip
         else:
-            expert = tl.load(tile_expert + tile)
-            position = tl.load(tile_begin + tile) + m
-            real = position < tl.load(tile_end + tile)
+            position = begin + m
+            real = position < end
             _down_tile(
                 x, x_scales, pairs, position, real, weight, weight_scales,
                 expert.to(tl.int64) * width, expert * tl.cdiv(width, GROUP), parts, width, depth,
@@ -301,3 +319,5 @@ def down_combined(
                         parts, shared, place, weights, out, rows, width, start, n, n < width,
                         TOP_K, RB,
                     )  # fmt: skip
+        after = tl.maximum((item + tl.num_programs(0)) // columns - shared_blocks, 0)
+        expert, begin, end = _tile(tile_expert, tile_begin, tile_end, after, most_tiles)

@@ -12,14 +12,17 @@ from ..linear.reference import QuantWeight
 from ..pdl import pdl
 from ..quantise.launch import empty_rows
 from ..quantise.reference import GROUP, QuantRows
-from . import fused, kernel
+from . import fused
+from .combining import combine
 from .pairs import SortedPairs, long_sum_chunks
 
 MOST_ROWS = 1536  # more are served by the separate kernels
 _SPLIT_PAIRS = 256  # pairs up to which K chunks have programs of their own
 _COMBINE_ROWS = 64  # rows up to which the last program of a column adds the experts up
 _MULTIPROCESSORS = 132
-AHEAD = None
+
+# The shared expert's gate_up and down, or what it gave [R, D].
+Shared = tuple[QuantWeight, QuantWeight] | torch.Tensor
 
 
 class Form(NamedTuple):
@@ -31,13 +34,13 @@ class Form(NamedTuple):
     programs: int  # a multiprocessor
 
 
-def up_form(split: bool, block_m: int) -> Form:
+def _up_form(split: bool, block_m: int) -> Form:
     if split:
         return Form(64, 5, 4, 2)
-    return Form(128, 5, 4, 1) if block_m == 16 else Form(128, 4, 8, 1)
+    return Form(128, 3, 8, 2) if block_m == 16 else Form(128, 4, 8, 1)
 
 
-def down_form(split: bool, block_m: int) -> Form:
+def _down_form(split: bool) -> Form:
     return Form(64, 6, 4, 3) if split else Form(128, 4, 4, 2)
 
 
@@ -58,27 +61,31 @@ def serves(rows: int, dtype: torch.dtype, weights: tuple[object, ...]) -> bool:
     return True
 
 
-def block_rows(rows: int) -> int:
-    """Rows of a tile."""
-    return 16 if rows <= 256 else 64
-
-
 def experts(
     x: QuantRows,
     weights: torch.Tensor,
     pairs: SortedPairs,
     gate_up: QuantWeight,
     down: QuantWeight,
-    shared: tuple[QuantWeight, QuantWeight] | torch.Tensor,
+    shared: Shared,
 ) -> torch.Tensor:
-    """The shared expert (its gate_up and down, or its result [R, D]) plus the weighted experts of
-    every row, [R, D] bf16; weights [R, k], pairs sorted."""
+    """The shared expert plus the weighted experts of every row, [R, D] bf16; weights [R, k], pairs
+    sorted."""
+    hidden, shared_hidden = activated(x, pairs, weights.shape[1], gate_up, shared)
+    return combined(hidden, shared_hidden, pairs, weights, down, shared)
+
+
+def activated(
+    x: QuantRows, pairs: SortedPairs, top_k: int, gate_up: QuantWeight, shared: Shared
+) -> tuple[QuantRows, QuantRows]:
+    """quantise(swiglu(gate_up x)) of the pairs in their order, and of the rows by the shared
+    expert (unused where `shared` is its result)."""
     rows, depth = x.values.shape
-    top_k, total = weights.shape[1], pairs.order.numel()
-    inner, device, block_m = down.values.shape[2], x.values.device, pairs.block_m
+    total, inner = pairs.order.numel(), gate_up.values.shape[1] // 2
+    device, block_m = x.values.device, pairs.block_m
     split = total <= _SPLIT_PAIRS
     chunks = long_sum_chunks(depth, GROUP)
-    form = up_form(split, block_m)
+    form = _up_form(split, block_m)
     subs = GROUP // form.width
     _, tickets = workspace(device)
     hidden = empty_rows(total, inner, device)
@@ -86,49 +93,67 @@ def experts(
     partial = hidden.scales  # unused unless split
     if split:
         partial = torch.empty(ways, total, 2 * inner, dtype=torch.float32, device=device)
-    if isinstance(shared, torch.Tensor):
-        shared_inner, shared_chunks, shared_blocks, shared_programs = GROUP, 1, 0, 0
-        shared_up, shared_down, shared_hidden, shared_partial = gate_up, down, hidden, partial
-        shared_out = shared
-    else:
+    shared_inner, shared_chunks, shared_slots, shared_ways = GROUP, 1, 0, 1
+    shared_up, shared_down, shared_hidden, shared_partial = gate_up, gate_up, hidden, partial
+    shared_m = 16 if split else 32
+    if not isinstance(shared, torch.Tensor):
         shared_up, shared_down = shared
         shared_inner = shared_down.values.shape[1]
         shared_chunks = plan(2 * shared_inner, depth, True).chunks
-        shared_blocks = -(-rows // block_m)
-        shared_programs = shared_blocks * (shared_inner // GROUP) * subs
+        shared_slots = -(-rows // shared_m) * (shared_inner // GROUP)
         shared_hidden = empty_rows(rows, shared_inner, device)
         shared_partial = shared_hidden.scales
         if split:
-            shared_programs *= shared_chunks
+            shared_ways = shared_chunks
             shared_partial = torch.empty(
                 shared_chunks, rows, 2 * shared_inner, dtype=torch.float32, device=device
             )
-        shared_out = torch.empty(rows, depth, dtype=torch.bfloat16, device=device)
-    items = pairs.max_tiles * (inner // GROUP) * subs * ways
-    assert pairs.max_tiles * (inner // GROUP) + shared_programs <= tickets.numel()
-    programs = min(items, form.programs * _MULTIPROCESSORS)
-    tiles = (pairs.order, pairs.tile_expert, pairs.tile_begin, pairs.tile_end, pairs.tile_count)
-    fused.gate_up_activated[(shared_programs + programs,)](
-        *x, *gate_up, *shared_up, shared_down.values, *tiles, tickets,
-        partial, *hidden, shared_partial, *shared_hidden, rows, total, inner, shared_inner, depth,
-        chunks, shared_chunks, shared_programs, shared_blocks,
-        top_k, form.width, block_m, split, form.stages, num_warps=form.warps, **pdl(),
+    shared_programs = shared_slots * subs * shared_ways
+    slots = pairs.max_tiles * (inner // GROUP)
+    assert not split or slots + shared_slots <= tickets.numel()
+    items = slots * subs * ways + shared_programs
+    programs = max(shared_programs, min(items, form.programs * _MULTIPROCESSORS))
+    fused.gate_up_activated[(programs,)](
+        *x, *gate_up, *shared_up, shared_down.values, pairs.order, pairs.tile_expert,
+        pairs.tile_begin, pairs.tile_end, pairs.tile_count, tickets, partial, *hidden,
+        shared_partial, *shared_hidden, rows, total, inner, shared_inner, depth, chunks,
+        shared_chunks, shared_programs, shared_slots, pairs.max_tiles, top_k, form.width, block_m,
+        shared_m, split, form.stages, num_warps=form.warps, **pdl(),
     )  # fmt: skip
-    form = down_form(split, block_m)
-    combine = rows <= _COMBINE_ROWS and shared_blocks > 0
+    return hidden, shared_hidden
+
+
+def combined(
+    hidden: QuantRows,
+    shared_hidden: QuantRows,
+    pairs: SortedPairs,
+    weights: torch.Tensor,
+    down: QuantWeight,
+    shared: Shared,
+) -> torch.Tensor:
+    """[R, D]: the shared expert plus the weighted sums of down times `hidden` of the pairs."""
+    rows, top_k = weights.shape
+    total, inner = hidden.values.shape
+    count, depth, _ = down.values.shape
+    device, block_m = hidden.values.device, pairs.block_m
+    split = total <= _SPLIT_PAIRS
+    form = _down_form(split)
+    _, tickets = workspace(device)
+    shared_down, shared_inner, shared_blocks = down, inner, 0
     parts = torch.empty(total, depth, dtype=torch.bfloat16, device=device)
+    if isinstance(shared, torch.Tensor):
+        shared_out = shared
+    else:
+        shared_down = shared[1]
+        shared_inner, shared_blocks = shared_down.values.shape[1], -(-rows // block_m)
+        shared_out = torch.empty(rows, depth, dtype=torch.bfloat16, device=device)
     out = torch.empty(rows, depth, dtype=torch.bfloat16, device=device)
+    in_place = rows <= _COMBINE_ROWS and shared_blocks > 0
     items = (pairs.max_tiles + shared_blocks) * -(-depth // form.width)
     fused.down_combined[(min(items, form.programs * _MULTIPROCESSORS),)](
-        *hidden, *down, *shared_hidden, *shared_down, *tiles, tickets, parts, shared_out,
-        pairs.place, weights, out, rows, total, depth, inner, shared_inner, shared_blocks,
-        pairs.max_tiles, top_k, form.width, block_m, combine, 16,
-        split if AHEAD is None else AHEAD, form.stages, num_warps=form.warps, **pdl(),
+        *hidden, *down, *shared_hidden, *shared_down, pairs.tile_expert, pairs.tile_begin,
+        pairs.tile_end, pairs.tile_count, tickets, parts, shared_out, pairs.place, weights, out,
+        rows, total, depth, inner, shared_inner, shared_blocks, pairs.max_tiles, count, top_k,
+        form.width, block_m, in_place, 16, split, form.stages, num_warps=form.warps, **pdl(),
     )  # fmt: skip
-    if not combine:
-        block = 1024
-        kernel.combine_rows[(rows, -(-depth // block))](
-            parts, pairs.place, weights, shared_out, out, total, depth, top_k, 1, block,
-            num_warps=4, **pdl(),
-        )  # fmt: skip
-    return out
+    return out if in_place else combine(parts[None], pairs, weights, shared_out)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..linear.kernel import SCALE_BLOCK, all_chunks, band_order, chunk_product
-from ..triton_common import dot, to_bf16
+from ..triton_common import dot, let_next_start, to_bf16, wait_for_previous
 
 
 @triton.jit
@@ -18,18 +18,15 @@ def tile_rows(tile_expert, tile_begin, tile_end, tile, BM: tl.constexpr):
     return tl.load(tile_expert + tile), position, position < tl.load(tile_end + tile)
 
 
-@triton.jit(do_not_specialize=["x_rows", "pairs", "chunks"])
+@triton.jit(do_not_specialize=["pairs", "chunks"])
 def grouped_few(
     x,
-    x_scales,
     weight,
-    weight_scales,
     out,
     order,
     tile_expert,
     tile_begin,
     tile_end,
-    x_rows,
     pairs,
     width,
     depth,
@@ -39,12 +36,11 @@ def grouped_few(
     BM: tl.constexpr,
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
-    SCALED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out[chunk, position] = x[row of the position] times its expert's weight, swap-AB.
+    """out[chunk, position] = x[row of the position] times its expert's weight, swap-AB, bf16.
 
-    TOP_K > 0: x holds the step's rows [x_rows, K] and pair p belongs to row p // TOP_K; 0: x is in
+    TOP_K > 0: x holds the step's rows and pair p belongs to row p // TOP_K; 0: x is in
     the order of the pairs already. weight [E, width, K]. SPLIT: out [chunks, pairs, width] fp32,
     what reads it adds the chunks; else out [pairs, width] bf16.
     """
@@ -70,22 +66,19 @@ def grouped_few(
         x_tile = x + row[:, None] * depth + k[None, :]
         w_row = expert.to(tl.int64) * width + tl.minimum(n, width - 1)
         w_tile = weight + w_row[:, None] * depth + k[None, :]
-        w_line = expert * tl.cdiv(width, SCALE_BLOCK) + column * BN // SCALE_BLOCK
-        w_line = weight_scales + w_line.to(tl.int64) * blocks
         store = real[None, :] & (n[:, None] < width)
         target = out + position[None, :].to(tl.int64) * width + n[:, None]
         if SPLIT:
             chunk = tl.program_id(0) % ways
             begin = chunk * per
             acc = chunk_product(
-                x_tile, x_scales + row, x_rows, w_tile, w_line, begin,
-                tl.minimum(begin + per, blocks), real, BN, BM, BK, SCALED, STAGES,
+                x_tile, x, 0, w_tile, weight, begin, tl.minimum(begin + per, blocks), real,
+                BN, BM, BK, False, STAGES,
             )  # fmt: skip
             tl.store(target + chunk.to(tl.int64) * pairs * width, acc, mask=store)
         else:
             acc = all_chunks(
-                x_tile, x_scales + row, x_rows, w_tile, w_line, blocks, per,
-                real, BN, BM, BK, SCALED, STAGES,
+                x_tile, x, 0, w_tile, weight, blocks, per, real, BN, BM, BK, False, STAGES,
             )  # fmt: skip
             tl.store(target, to_bf16(acc), mask=store)
 
@@ -176,6 +169,8 @@ def combine_rows(
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < width
+    wait_for_previous()
+    let_next_start()
     total = tl.load(shared + row * width + n, mask=inside, other=0.0).to(tl.float32)
     for slot in tl.static_range(TOP_K):
         position = tl.load(place + row * TOP_K + slot).to(tl.int64)

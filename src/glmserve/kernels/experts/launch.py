@@ -16,12 +16,11 @@ from ..linear.reference import QuantWeight
 from ..quantise import launch as quantise_launch
 from ..quantise.reference import QuantRows
 from ..swiglu import launch as swiglu_launch
-from . import int4, kernel, sorting
-from .pairs import SortedPairs, empty_pairs, long_sum_chunks
+from . import fused_launch, int4, kernel, sorting
+from .combining import combine
+from .pairs import MANY_ROWS, SortedPairs, block_rows, empty_pairs, long_sum_chunks
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
-_EXPERTS_A_TOKEN_ROW = 32  # GLM: 256 experts, 8 a row, so R rows give R / 32 rows an expert
-_MANY = 64  # rows of a tile of the many-row kernel
 _SPLIT_PAIRS = 256  # pairs up to which the chunks of a sum get programs of their own
 
 
@@ -45,14 +44,6 @@ def unserved(x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight) -> dict
         if depth % unit:
             reasons[f"{name} input width"] = depth
     return reasons
-
-
-def block_rows(rows: int) -> int:
-    """Rows of a tile, by the rows that an expert gets on average."""
-    for limit, size in ((256, 16), (1536, 32)):
-        if rows <= limit:
-            return size
-    return _MANY
 
 
 def sort_pairs(
@@ -104,15 +95,15 @@ def grouped_linear(
     common = (
         out, pairs.order, pairs.tile_expert, pairs.tile_begin, pairs.tile_end,
     )  # fmt: skip
-    if pairs.block_m < _MANY:
+    if pairs.block_m < MANY_ROWS:
+        assert not scaled, "block-fp8 rows in short tiles: `fused_launch`"
         block_n = 64 if pairs.block_m == 16 else 128
         columns = -(-width // block_n)
         bytes_a_stage = (block_n + pairs.block_m) * block_k * values.element_size()
         stages = max(2, min(5 if block_n == 64 else 4, 100_000 // bytes_a_stage))
         kernel.grouped_few[(pairs.max_tiles * columns * parts,)](
-            values, x_scales, w_values, w_scales, *common, values.shape[0], total, width,
-            depth, chunks, top_k, block_n, pairs.block_m, block_k, split, scaled, stages,
-            num_warps=4,
+            values, w_values, *common, total, width, depth, chunks, top_k, block_n, pairs.block_m,
+            block_k, split, stages, num_warps=4,
         )  # fmt: skip
     else:
         flat = w_values.view(experts * width, depth)
@@ -120,8 +111,8 @@ def grouped_linear(
         columns = -(-width // 128)
         kernel.grouped_many[(pairs.max_tiles * columns,)](
             values, x_scales, w_desc, w_scales, *common, pairs.tile_count, values.shape[0], width,
-            depth, depth // block_k // chunks, top_k, _MANY, 128, block_k, chunks > 1, scaled, 16,
-            3, num_warps=4,
+            depth, depth // block_k // chunks, top_k, MANY_ROWS, 128, block_k, chunks > 1, scaled,
+            16, 3, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -145,20 +136,6 @@ def grouped_int4(
     return out
 
 
-def combine(
-    parts: torch.Tensor, pairs: SortedPairs, weights: torch.Tensor, shared: torch.Tensor
-) -> torch.Tensor:
-    rows, top_k = weights.shape
-    width = shared.shape[1]
-    out = torch.empty_like(shared)
-    block = 1024
-    kernel.combine_rows[(rows, -(-width // block))](
-        parts, pairs.place, weights, shared, out, pairs.order.numel(), width, top_k,
-        parts.shape[0], block, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -170,22 +147,22 @@ def experts(
     quantised: QuantRows | None = None,
 ) -> torch.Tensor:
     """`experts` of the package; quantised: x in fp8 where an earlier kernel made it already."""
-    pairs = sort_pairs(ids, first, first_tensor(gate_up).shape[0])
+    local = first_tensor(gate_up).shape[0]
+    if isinstance(gate_up, QuantWeight) and isinstance(down, QuantWeight):
+        rows = quantise_launch.quantise(x) if quantised is None else quantised
+        if fused_launch.serves(len(x), x.dtype, (gate_up, down)):
+            pairs = sort_pairs(ids, first, local)
+            return fused_launch.experts(rows, weights, pairs, gate_up, down, shared)
+        pairs = sort_pairs(ids, first, local, MANY_ROWS)
+        hidden = grouped_linear(rows, gate_up, pairs, ids.shape[1])
+        inside = swiglu_launch.swiglu_parts_quantised(hidden, pairs.offsets[-1:])
+        return combine(grouped_linear(inside, down, pairs, 0), pairs, weights, shared)
+    pairs = sort_pairs(ids, first, local)
     count = pairs.offsets[-1:]
-    if isinstance(gate_up, Int4Weight):
-        assert isinstance(down, Int4Weight)
+    if isinstance(gate_up, Int4Weight) and isinstance(down, Int4Weight):
         hidden = grouped_int4(x, gate_up, pairs, ids.shape[1])
         inner = swiglu_launch.swiglu_parts(hidden, count)
         return combine(grouped_int4(inner, down, pairs, 0), pairs, weights, shared)
-    scaled = isinstance(gate_up, QuantWeight)
-    rows: torch.Tensor | QuantRows = x
-    if scaled:
-        rows = quantise_launch.quantise(x) if quantised is None else quantised
-    hidden = grouped_linear(rows, gate_up, pairs, ids.shape[1])
-    inside: torch.Tensor | QuantRows
-    if scaled:
-        inside = swiglu_launch.swiglu_parts_quantised(hidden, count)
-    else:
-        inside = swiglu_launch.swiglu_parts(hidden, count)
-    assert not isinstance(down, Int4Weight)
-    return combine(grouped_linear(inside, down, pairs, 0), pairs, weights, shared)
+    assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+    inner = swiglu_launch.swiglu_parts(grouped_linear(x, gate_up, pairs, ids.shape[1]), count)
+    return combine(grouped_linear(inner, down, pairs, 0), pairs, weights, shared)

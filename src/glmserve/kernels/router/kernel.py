@@ -124,12 +124,16 @@ def choose_experts(
     bits = rank.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     taken = expert < 0
+    chances = p.to(tl.int32, bitcast=True)  # p >= 0
+    total = 0.0
     for _ in tl.static_range(TOP_K):
         best = tl.max(key, 0)
         lowest = tl.min(tl.where((key == best) & (taken == 0), expert, BLOCK), 0)
         taken = taken | (expert == lowest)
         key = tl.where(expert == lowest, -(1 << 31), key)
-    total = tl.sum(tl.where(taken, p, 0.0), 0) + 1e-20
+        # From the best down: an order that no layout of the numbers changes.
+        total += tl.max(tl.where(expert == lowest, chances, 0), 0).to(tl.float32, bitcast=True)
+    total += 1e-20
     ones = taken.to(tl.int32)
     slot = row * TOP_K + tl.cumsum(ones, 0) - ones
     tl.store(ids + slot, expert.to(tl.int64), mask=taken)

@@ -18,7 +18,6 @@ from .count import ChoiceCount
 _SPLIT_ROWS = 256  # above, one program sums all chunks of its tile
 # Pairs and experts up to which the last program of the choice sorts.
 _SORTED_PAIRS, _SORTED_EXPERTS = 256, 64
-SORT_WARPS = 4
 
 
 def chunks_of(depth: int, block: int) -> int:
@@ -95,7 +94,7 @@ def _choose(
         count.padding if count else 0, rows, experts, scale, *sorted_, workspace(x.device)[1],
         first, local, block_m, max_tiles, top_k, parts.shape[0],
         triton.next_power_of_2(experts), count is not None, room, bins,
-        num_warps=1 if pairs is None else SORT_WARPS, **pdl(),
+        num_warps=1 if pairs is None else 4, **pdl(),
     )  # fmt: skip
     return ids, weights
 
