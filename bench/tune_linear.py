@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the K chunks and pipeline stages of few-row products on this GPU and writes them out.
+"""Chooses the K chunks of few-row products on this GPU and writes them out.
 
     python3 bench/tune_linear.py [OUTPUT.json]   default: kernels/linear/configs.json
 
-Every weight of one rank of TP8 is timed at 1, 6 and 32 rows with each plan; the plan with the least
-sum of times over their best wins, because the chunks must not depend on the rows.
+Every weight of one rank of TP8 is timed at 1, 6 and 32 rows with each number; the one with the
+least sum of times over their best wins, because the chunks must not depend on the rows.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -32,11 +31,10 @@ ROWS = (1, 6, 32)
 
 def plans(width: int, depth: int) -> list[launch.Plan]:
     blocks, tiles = depth // 128, -(-width // 64)
-    chunks = [c for c in (1, 2, 3, 4, 6, 8, 12, 16) if blocks % c == 0 and c * tiles <= 400]
-    return [launch.Plan(c, 128, s) for c, s in itertools.product(chunks, (4, 6, 8))]
+    return [launch.Plan(c, 128) for c in (1, 2, 3, 4, 6, 8) if blocks % c == 0 and c * tiles <= 400]
 
 
-def tune(width: int, depth: int, fp8: bool) -> dict[str, int]:
+def tune(width: int, depth: int, fp8: bool) -> int:
     dtype = torch.float32 if (width, depth) == HEAD else torch.bfloat16
     times: dict[launch.Plan, list[float]] = {}
     original = launch.plan
@@ -56,22 +54,22 @@ def tune(width: int, depth: int, fp8: bool) -> dict[str, int]:
     for candidate, row in sorted(times.items()):
         mark = "<" if candidate == winner else ""
         print(width, depth, candidate, [round(t, 2) for t in row], mark, flush=True)
-    return {"chunks": winner.chunks, "stages": winner.stages}
+    return winner.chunks
 
 
 def main() -> None:
     path = ROOT / "src" / "glmserve" / "kernels" / "linear" / "configs.json"
     if len(sys.argv) > 1:
         path = Path(sys.argv[1])
-    weights = {}
+    chunks = {}
     for kind, shapes in (("fp8", FP8), ("bf16", (*BF16, HEAD))):
         for width, depth in shapes:
-            weights[f"{kind}:{width}x{depth}"] = tune(width, depth, kind == "fp8")
+            chunks[f"{kind}:{width}x{depth}"] = tune(width, depth, kind == "fp8")
     made = {
         "made_by": "bench/tune_linear.py",
         "card": torch.cuda.get_device_name(),
     }
-    path.write_text(json.dumps({**made, "weights": weights}, indent=1) + "\n")
+    path.write_text(json.dumps({**made, "chunks": chunks}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from glmserve.kernels.dispatch import UnservedShape, allow_reference, use_kernel
 from glmserve.kernels.linear import (
     QuantWeight,
     dequantise_weight,
+    hopper,
+    hopper_few,
     launch,
     linear,
     quantise_weight,
@@ -98,6 +100,23 @@ def test_a_row_has_the_same_bits_alone_and_in_any_step(device: torch.device, fp8
     step = run(0, 150)
     for first, count in ((7, 1), (7, 17), (0, 40), (5, 70)):
         assert torch.equal(run(first, count), step[first : first + count]), (first, count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "width", "depth"), [(1, 136, 1536), (16, 200, 256), (200, 200, 256), (1000, 200, 256)]
+)
+def test_hopper_forms_have_the_plain_forms_bits(rows: int, width: int, depth: int) -> None:
+    weight = QuantWeight(*(t.cuda() for t in quantise_weight(outlier_weight(width, depth))))
+    x = QuantRows(*(t.cuda() for t in quantise(outlier_rows(rows, depth))))
+    want = launch.linear(x, weight, torch.float32).bfloat16()  # fp32 is the plain form's
+    chunks, got = launch.plan(width, depth, True).chunks, torch.empty_like(want)
+    if rows <= launch.FEW_HOPPER:
+        hopper_few.linear(*x, *weight, launch.workspace(x.values.device), got, chunks)
+    else:
+        assert chunks == 1
+        hopper.linear(*x, *weight, got)
+    assert torch.equal(want, got)
 
 
 def test_quantised_weights_come_back_within_an_e4m3_step() -> None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-fp8 products of many rows on Hopper, written in Gluon; `kernel.many_rows` is its plain form.
+# mypy: ignore-errors
+"""Block-fp8 products of many rows on Hopper, in Gluon; `kernel.many_rows` is their plain form.
 
-One warp brings tiles by TMA into a ring of stages. Each warpgroup multiplies 64 rows by the tile's
-columns and scales what it got while the tensor cores work for the others. The order of every sum is
-that of the plain form, bit for bit. The interpreter cannot run Gluon: there the plain form is used.
+One warp brings tiles by TMA into a ring of stages. Each of three warpgroups multiplies 64 rows by
+the tile's columns and scales what it got while the tensor cores work for the others. The order of
+a sum is that of the plain form with one K chunk, bit for bit. The interpreter cannot run Gluon:
+there the plain form is used.
 """
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,27 +19,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..pdl import pdl
 
 ROWS = gl.constexpr(64)  # rows of one warpgroup
+GROUPS = gl.constexpr(3)  # warpgroups that multiply
 DEPTH = gl.constexpr(128)  # columns of K a stage: one scale
+COLUMNS = gl.constexpr(128)  # of a tile
+BAND = gl.constexpr(8)  # row tiles whose rows stay in L2 while the weight passes
+STAGES = gl.constexpr(5)
+REGISTERS = gl.constexpr(160)  # of a thread that multiplies
+TILE = GROUPS.value * ROWS.value  # rows of a tile
 TILE_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
+PROGRAMS = 132
 
 
 @gluon.jit
-def wait_for_previous(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+def wait_for_previous():
+    """Programmatic dependent launch, as `triton_common.wait_for_previous`."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def let_next_start(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+def let_next_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -48,45 +59,20 @@ def step(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def bring(
-    x, weight, row, column, begin, end, stage, phase, x_tiles, w_tiles, full, empty,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Fills the ring with the K blocks [begin, end) of GROUPS x 64 rows and of a weight tile."""
-    for block in range(begin, end):
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        barrier = full.index(stage)
-        mbarrier.expect(barrier, (GROUPS * ROWS + COLUMNS) * DEPTH)
-        tma.async_copy_global_to_shared(
-            weight, [column, block * DEPTH], barrier, w_tiles.index(stage)
-        )
-        for group in gl.static_range(GROUPS):
-            tma.async_copy_global_to_shared(
-                x, [row + group * ROWS, block * DEPTH], barrier,
-                x_tiles.index(stage * GROUPS + group),
-            )  # fmt: skip
-        stage, phase = step(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
 def multiply(
-    x_line, x_stride, w_line, begin, end, per, stage, phase, x_tiles, w_tiles, full, empty,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-    CHUNKED: gl.constexpr,
+    x_line, x_stride, w_line, blocks, stage, phase, x_tiles, w_tiles, full, empty,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Sum over the K blocks [begin, end) of this warpgroup's 64 rows times the weight tile.
+    """This warpgroup's 64 rows times the weight tile over all K blocks.
 
-    x_line: pointers to the rows' scales of block 0. CHUNKED: every `per` blocks the sum is put
-    aside and begun anew.
+    x_line: pointers to the rows' scales of block 0, w_line to the tile's.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-    total = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
     none = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-    x_scale = gl.load(x_line + begin * x_stride)
-    w_scale = gl.load(w_line + begin)
-    for block in range(begin, end):
+    x_scale = gl.load(x_line)
+    w_scale = gl.load(w_line)
+    for block in range(blocks):
         mbarrier.wait(full.index(stage), phase)
         part = warpgroup_mma(
             x_tiles.index(stage * GROUPS + GROUP), w_tiles.index(stage).permute((1, 0)), none,
@@ -94,24 +80,31 @@ def multiply(
         )  # fmt: skip
         scale = (x_scale * w_scale)[:, None]
         # The next block's scales travel under this block's products.
-        after = gl.minimum(block + 1, end - 1)
+        after = gl.minimum(block + 1, blocks - 1)
         x_scale = gl.load(x_line + after * x_stride)
         w_scale = gl.load(w_line + after)
         part = warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(empty.index(stage))
         acc += part * scale
-        if CHUNKED:
-            if (block + 1) % per == 0:
-                total += acc
-                acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
         stage, phase = step(stage, phase, STAGES)
-    if CHUNKED:
-        acc = total + acc
     return acc, stage, phase
 
 
 @gluon.jit
-def band_order(program, row_tiles, tiles, BAND: gl.constexpr):
+def store(acc, out, row, stop, column, width):
+    """acc, rounded, to rows below `stop` and columns below `width` of out [.., width]."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    line = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
+    gl.store(
+        out + line.to(gl.int64)[:, None] * width + n[None, :],
+        gl.convert_layout(acc.to(out.dtype.element_ty), OUT),
+        mask=(line < stop)[:, None] & (n < width)[None, :],
+    )
+
+
+@gluon.jit
+def band_order(program, row_tiles, tiles):
     """(row tile, column tile) of a program that walks bands of BAND row tiles."""
     band = program // (BAND * tiles)
     height = gl.minimum(row_tiles - band * BAND, BAND)
@@ -120,98 +113,65 @@ def band_order(program, row_tiles, tiles, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _place(work, rows, width, blocks, per, ways, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
-           BAND: gl.constexpr):  # fmt: skip
-    """(first row, first column, first and last K block, chunk, tile) of a piece of work."""
-    tile = work // ways
-    chunk = work % ways
+def _place(work, rows, width):
+    """(first row, first column) of a piece of work."""
     row_tiles = (rows + GROUPS * ROWS - 1) // (GROUPS * ROWS)
-    row_tile, column = band_order(tile, row_tiles, (width + COLUMNS - 1) // COLUMNS, BAND)
-    begin = 0
-    end = blocks
-    if ways > 1:
-        begin = chunk * per
-        end = gl.minimum(begin + per, blocks)
-    return row_tile * GROUPS * ROWS, column * COLUMNS, begin, end, chunk, tile
+    row_tile, column = band_order(work, row_tiles, (width + COLUMNS - 1) // COLUMNS)
+    return row_tile * GROUPS * ROWS, column * COLUMNS
 
 
 @gluon.jit
 def _produce(
-    x, weight, rows, width, blocks, per, ways, pieces, x_tiles, w_tiles, full, empty,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, BAND: gl.constexpr,
-    PDL: gl.constexpr,
+    x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty
 ):  # fmt: skip
-    wait_for_previous(PDL)
+    wait_for_previous()
     stage = 0
     phase = 0
     for work in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        row, column, begin, end, _, _ = _place(
-            work, rows, width, blocks, per, ways, GROUPS, COLUMNS, BAND
-        )
-        stage, phase = bring(
-            x, weight, row, column, begin, end, stage, phase, x_tiles, w_tiles, full, empty,
-            GROUPS, STAGES, COLUMNS,
-        )  # fmt: skip
+        row, column = _place(work, rows, width)
+        for block in range(blocks):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, (GROUPS * ROWS + COLUMNS) * DEPTH)
+            tma.async_copy_global_to_shared(
+                weight, [column, block * DEPTH], barrier, w_tiles.index(stage)
+            )
+            for group in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(
+                    x, [row + group * ROWS, block * DEPTH], barrier,
+                    x_tiles.index(stage * GROUPS + group),
+                )  # fmt: skip
+            stage, phase = step(stage, phase, STAGES)
 
 
 @gluon.jit
 def _consume(
-    x_scales, weight_scales, partial, tickets, out, rows, width, blocks, per, ways, pieces,
-    x_tiles, w_tiles, full, empty, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, COLUMNS: gl.constexpr, CHUNKED: gl.constexpr, SPLIT: gl.constexpr,
-    BAND: gl.constexpr, PDL: gl.constexpr,
+    x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    wait_for_previous(PDL)
+    wait_for_previous()
     stage = 0
     phase = 0
     for work in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        row, column, begin, end, chunk, tile = _place(
-            work, rows, width, blocks, per, ways, GROUPS, COLUMNS, BAND
-        )
+        row, column = _place(work, rows, width)
         row += GROUP * ROWS
         mine = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-        w_line = weight_scales + (column // DEPTH) * blocks
         acc, stage, phase = multiply(
-            x_scales + gl.minimum(mine, rows - 1), rows, w_line, begin, end, per, stage, phase,
-            x_tiles, w_tiles, full, empty, GROUP, GROUPS, STAGES, COLUMNS,
-            CHUNKED and not SPLIT,
+            x_scales + gl.minimum(mine, rows - 1), rows,
+            weight_scales + (column // DEPTH) * blocks, blocks, stage, phase, x_tiles,
+            w_tiles, full, empty, GROUP,
         )  # fmt: skip
-        line = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-        n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
-        target = out + line.to(gl.int64)[:, None] * width + n[None, :]
-        wanted = (line < rows)[:, None] & (n < width)[None, :]
-        if SPLIT:
-            SIZE: gl.constexpr = ROWS * COLUMNS
-            m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-            k = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-            slot = tile * GROUPS + GROUP
-            place = partial + slot * ways * SIZE + m[:, None] * COLUMNS + k[None, :]
-            gl.store(place + chunk * SIZE, acc)
-            gl.thread_barrier()  # every thread's partials before the ticket
-            ticket = gl.atomic_add(tickets + slot, 1, sem="acq_rel")
-            if ticket == ways - 1:
-                gl.store(tickets + slot, 0)
-                acc = gl.load(place, cache_modifier=".cg")
-                for other in range(1, ways):
-                    acc += gl.load(place + other * SIZE, cache_modifier=".cg")
-                done = gl.convert_layout(acc.to(gl.bfloat16), OUT)
-                gl.store(target, done, mask=wanted)
-        else:
-            gl.store(target, gl.convert_layout(acc.to(gl.bfloat16), OUT), mask=wanted)
+        store(acc, out, row, rows, column, width)
 
 
-@gluon.jit(do_not_specialize=["rows", "per", "ways", "pieces"])
+@gluon.jit(do_not_specialize=["rows", "pieces"])
 def many_rows(
-    x, x_scales, weight, weight_scales, partial, tickets, out, rows, width, depth, per, ways,
-    pieces, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    CHUNKED: gl.constexpr, SPLIT: gl.constexpr, BAND: gl.constexpr, REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
+    x, x_scales, weight, weight_scales, out, rows, width, depth, pieces
 ):  # fmt: skip
-    """out [rows, width] bf16; x and weight are descriptors of [64, 128] and [COLUMNS, 128] boxes.
+    """out [rows, width]; x and weight are descriptors of [64, 128] and [128, 128] boxes.
 
-    A program takes every num_programs-th of `pieces` tiles (SPLIT: of `ways` chunks of each tile).
+    A program takes every num_programs-th of `pieces` tiles of 192 x 128.
     """
     blocks = depth // DEPTH
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -222,46 +182,35 @@ def many_rows(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
-    let_next_start(PDL)
-    if GROUPS == 1:
-        gl.warp_specialize([
-            (_consume, (
-                x_scales, weight_scales, partial, tickets, out, rows, width, blocks, per, ways,
-                pieces, x_tiles, w_tiles, full, empty, gl.constexpr(0), GROUPS, STAGES, COLUMNS, CHUNKED, SPLIT,
-                BAND, PDL)),
-            (_produce, (
-                x, weight, rows, width, blocks, per, ways, pieces, x_tiles, w_tiles, full, empty,
-                GROUPS, STAGES, COLUMNS, BAND, PDL)),
-        ], [1], [24])  # fmt: skip
-    elif GROUPS == 2:
-        gl.warp_specialize([
-            (_consume, (
-                x_scales, weight_scales, partial, tickets, out, rows, width, blocks, per, ways,
-                pieces, x_tiles, w_tiles, full, empty, gl.constexpr(0), GROUPS, STAGES, COLUMNS, CHUNKED, SPLIT,
-                BAND, PDL)),
-            (_consume, (
-                x_scales, weight_scales, partial, tickets, out, rows, width, blocks, per, ways,
-                pieces, x_tiles, w_tiles, full, empty, gl.constexpr(1), GROUPS, STAGES, COLUMNS, CHUNKED, SPLIT,
-                BAND, PDL)),
-            (_produce, (
-                x, weight, rows, width, blocks, per, ways, pieces, x_tiles, w_tiles, full, empty,
-                GROUPS, STAGES, COLUMNS, BAND, PDL)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (
-                x_scales, weight_scales, partial, tickets, out, rows, width, blocks, per, ways,
-                pieces, x_tiles, w_tiles, full, empty, gl.constexpr(0), GROUPS, STAGES, COLUMNS, CHUNKED, SPLIT,
-                BAND, PDL)),
-            (_consume, (
-                x_scales, weight_scales, partial, tickets, out, rows, width, blocks, per, ways,
-                pieces, x_tiles, w_tiles, full, empty, gl.constexpr(1), GROUPS, STAGES, COLUMNS, CHUNKED, SPLIT,
-                BAND, PDL)),
-            (_consume, (
-                x_scales, weight_scales, partial, tickets, out, rows, width, blocks, per, ways,
-                pieces, x_tiles, w_tiles, full, empty, gl.constexpr(2), GROUPS, STAGES, COLUMNS, CHUNKED, SPLIT,
-                BAND, PDL)),
-            (_produce, (
-                x, weight, rows, width, blocks, per, ways, pieces, x_tiles, w_tiles, full, empty,
-                GROUPS, STAGES, COLUMNS, BAND, PDL)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    let_next_start()
+    gl.warp_specialize([
+        (_consume, (
+            x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full,
+            empty, gl.constexpr(0))),
+        (_consume, (
+            x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full,
+            empty, gl.constexpr(1))),
+        (_consume, (
+            x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full,
+            empty, gl.constexpr(2))),
+        (_produce, (
+            x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty)),
+    ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+
+
+def boxes(tensor: torch.Tensor, height: int) -> TensorDescriptor:
+    """A descriptor of [height, 128] tiles of an fp8 matrix."""
+    return TensorDescriptor.from_tensor(tensor, [height, DEPTH.value], TILE_LAYOUT)
+
+
+def linear(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fills out [R, N] with fp8 rows [R, K] times weight [N, K] transposed."""
+    rows, width = out.shape
+    pieces = -(-rows // TILE) * -(-width // COLUMNS.value)
+    many_rows[(min(pieces, PROGRAMS),)](
+        boxes(x, ROWS.value), x_scales, boxes(weight, COLUMNS.value), weight_scales, out, rows,
+        width, x.shape[1], pieces, num_warps=4, **pdl(),
+    )  # fmt: skip

@@ -17,10 +17,11 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantise.reference import QuantRows
-from . import kernel, narrow
+from . import hopper, hopper_few, kernel, narrow
 from .reference import QuantWeight
 
 FEW = 64  # rows up to which the swap-AB kernel is used
+FEW_HOPPER = 16  # rows up to which its Gluon form is, against fp8 weights
 _WAVE = 264  # programs that fill the card twice
 _PARTIAL_FLOATS = 4 << 20
 _TICKETS = 1 << 14
@@ -31,7 +32,6 @@ class Plan(NamedTuple):
 
     chunks: int
     block_k: int
-    stages: int
 
 
 @functools.cache
@@ -47,10 +47,10 @@ def plan(width: int, depth: int, scaled: bool) -> Plan:
     block = 128 if depth % 128 == 0 else 64
     assert depth % block == 0 and not (scaled and block == 64), depth
     kind = "fp8" if scaled else "bf16"
-    tuned = _configs()["weights"].get(f"{kind}:{width}x{depth}")
+    tuned = _configs()["chunks"].get(f"{kind}:{width}x{depth}")
     if tuned is not None:
-        return Plan(tuned["chunks"], block, tuned["stages"])
-    return Plan(_chunks(-(-width // 64), depth // block), block, 5)
+        return Plan(tuned, block)
+    return Plan(_chunks(-(-width // 64), depth // block), block)
 
 
 def _chunks(tiles: int, blocks: int) -> int:
@@ -101,7 +101,14 @@ def linear(
     if depth % 64:
         return narrow.linear(values, w_values, out)
     shape = plan(width, depth, scaled)
-    if rows <= FEW:
+    gluon = scaled and out_dtype == torch.bfloat16 and values.device.type != "cpu"
+    if gluon and rows <= FEW_HOPPER:
+        hopper_few.linear(
+            values, scales, w_values, w_scales, workspace(values.device), out, shape.chunks
+        )
+    elif gluon and shape.chunks == 1 and -(-rows // 64) * -(-width // 128) > _WAVE:
+        hopper.linear(values, scales, w_values, w_scales, out)
+    elif rows <= FEW:
         _few(values, scales, w_values, w_scales, out, shape, scaled)
     else:
         _many(values, scales, w_values, w_scales, out, shape, scaled)
@@ -121,9 +128,7 @@ def _few(
     block_n, block_m = 64, 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = -(-width // block_n)
     split = splits(tiles, block_n * block_m, shape.chunks)
-    # A stage holds a weight tile and a row tile; about 200 KB of them fit.
-    bytes_a_stage = (block_n + block_m) * shape.block_k * weight.element_size()
-    stages = max(2, min(shape.stages, 200_000 // bytes_a_stage))
+    stages = 6 if shape.chunks == 1 else 4
     grid = (tiles * (shape.chunks if split else 1), -(-rows // block_m))
     kernel.few_rows[grid](
         x, x_scales, weight, w_scales, *workspace(x.device), out, rows, width, x.shape[1],

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""Block-fp8 products of few rows on Hopper, in Gluon; `kernel.few_rows` is their plain form.
+
+One warp brings tiles by TMA, a warpgroup multiplies: weights on the matrix unit's long side, rows
+on its short one. The first stages of the weight are on their way before the kernel that makes the
+rows has ended. Sums have the plain form's order.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..pdl import pdl
+from .hopper import DEPTH, boxes, let_next_start, step, wait_for_previous
+
+COLUMNS = gl.constexpr(64)  # weight rows of a tile
+ROWS = gl.constexpr(16)
+STAGES = gl.constexpr(6)
+
+
+@gluon.jit
+def _produce(
+    x, weight, n0, m0, begin, end, x_tiles, w_tiles, full, empty
+):  # fmt: skip
+    first = gl.minimum(end - begin, STAGES)
+    for stage in range(first):
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, (COLUMNS + ROWS) * DEPTH)
+        tma.async_copy_global_to_shared(
+            weight, [n0, (begin + stage) * DEPTH], barrier, w_tiles.index(stage)
+        )
+    wait_for_previous()
+    for stage in range(first):
+        tma.async_copy_global_to_shared(
+            x, [m0, (begin + stage) * DEPTH], full.index(stage), x_tiles.index(stage)
+        )
+    stage = 0
+    phase = 0
+    for block in range(begin + STAGES, end):
+        mbarrier.wait(empty.index(stage), phase)
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, (COLUMNS + ROWS) * DEPTH)
+        tma.async_copy_global_to_shared(weight, [n0, block * DEPTH], barrier, w_tiles.index(stage))
+        tma.async_copy_global_to_shared(x, [m0, block * DEPTH], barrier, x_tiles.index(stage))
+        stage, phase = step(stage, phase, STAGES)
+
+
+@gluon.jit
+def _consume(
+    x_scales, weight_scales, partial, tickets, out, rows, width, blocks, n0, m0, begin, end, chunk,
+    ways, slot, x_tiles, w_tiles, full, empty, SPLIT: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    m = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
+    n = n0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, MMA))
+    w_line = weight_scales + (n0 // DEPTH) * blocks
+    x_line = x_scales + gl.minimum(m, rows - 1)
+    # Scales come two blocks ahead: their loads must not sit between a product and its use.
+    second = gl.minimum(begin + 1, end - 1)
+    w_scale = gl.load(w_line + begin)
+    w_next = gl.load(w_line + second)
+    wait_for_previous()
+    x_scale = gl.load(x_line + begin * rows)
+    x_next = gl.load(x_line + second * rows)
+    acc = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
+    none = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
+    stage = 0
+    phase = 0
+    for block in range(begin, end):
+        after = gl.minimum(block + 2, end - 1)
+        x_after = gl.load(x_line + after * rows)
+        w_after = gl.load(w_line + after)
+        mbarrier.wait(full.index(stage), phase)
+        part = warpgroup_mma(
+            w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), none, use_acc=False,
+            is_async=True,
+        )  # fmt: skip
+        part = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage))
+        acc += part * (w_scale * x_scale)[None, :]
+        x_scale = x_next
+        w_scale = w_next
+        x_next = x_after
+        w_next = w_after
+        stage, phase = step(stage, phase, STAGES)
+    target = out + gl.minimum(m, rows - 1).to(gl.int64)[None, :] * width + n[:, None]
+    wanted = (m < rows)[None, :] & (n < width)[:, None]
+    if SPLIT:  # as `kernel.merge_chunks`
+        SIZE: gl.constexpr = COLUMNS * ROWS
+        place = partial + slot * ways * SIZE + (n - n0)[:, None] + (m - m0)[None, :] * COLUMNS
+        gl.store(place + chunk * SIZE, acc, mask=wanted)
+        gl.thread_barrier()  # every thread's partials before the ticket
+        ticket = gl.atomic_add(tickets + slot, 1, sem="acq_rel")
+        if ticket == ways - 1:
+            gl.store(tickets + slot, 0)
+            acc = gl.load(place, mask=wanted, other=0.0, cache_modifier=".cg")
+            for other in range(1, ways):
+                acc += gl.load(place + other * SIZE, mask=wanted, other=0.0, cache_modifier=".cg")
+            gl.store(target, acc.to(out.dtype.element_ty), mask=wanted)
+    else:
+        gl.store(target, acc.to(out.dtype.element_ty), mask=wanted)
+
+
+@gluon.jit(do_not_specialize=["rows", "per", "ways"])
+def few_rows(
+    x, x_scales, weight, weight_scales, partial, tickets, out, rows, width, depth, per, ways,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    """out [rows, width]; x and weight are descriptors of [16, 128] and [64, 128] boxes.
+
+    Program (tile and chunk of `per` blocks, rows); SPLIT: there is more than one chunk.
+    """
+    let_next_start()
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, DEPTH], SHARED)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    tile = gl.program_id(0) // ways
+    chunk = gl.program_id(0) % ways
+    begin = chunk * per
+    end = begin + per
+    n0 = tile * COLUMNS
+    m0 = gl.program_id(1) * ROWS
+    slot = gl.program_id(1) * (gl.num_programs(0) // ways) + tile
+    gl.warp_specialize([
+        (_consume, (
+            x_scales, weight_scales, partial, tickets, out, rows, width, depth // DEPTH, n0, m0,
+            begin, end, chunk, ways, slot, x_tiles, w_tiles, full, empty, SPLIT)),
+        (_produce, (
+            x, weight, n0, m0, begin, end, x_tiles, w_tiles, full, empty)),
+    ], [1], [24])  # fmt: skip
+
+
+def linear(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
+    workspace: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, chunks: int,
+) -> None:  # fmt: skip
+    """Fills out [R, N] with fp8 rows [R, K] times weight [N, K] transposed."""
+    rows, width = out.shape
+    blocks = x.shape[1] // DEPTH.value
+    assert blocks % chunks == 0, (blocks, chunks)
+    few_rows[(-(-width // COLUMNS.value) * chunks, -(-rows // ROWS.value))](
+        boxes(x, ROWS.value), x_scales, boxes(weight, COLUMNS.value), weight_scales, *workspace,
+        out, rows, width, x.shape[1], blocks // chunks, chunks, chunks > 1,
+        num_warps=4, maxnreg=80, **pdl(),
+    )  # fmt: skip
