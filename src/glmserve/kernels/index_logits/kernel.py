@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..triton_common import dot
+from ..pdl import pdl
+from ..triton_common import dot, let_next_start, wait_for_previous
 
 DIM, PAGE = 128, 64
 GROUP = 4  # rows of a group where requests have any number of rows
 STAGES = 3
-SMS = 132  # multiprocessors of an H200; each takes three CTAs of up to 168 registers a thread
+SMS = 132  # multiprocessors of an H200
 _MANY_ROWS = 7  # from here on a thread needs more, and two CTAs fit
+_REGISTERS = {2: 255, 3: 168, 4: 128}  # a thread may use where so many CTAs fit
 _MOST_GROUPS = 1024  # of one launch
 
 
@@ -115,6 +117,8 @@ def _score_pages(
 @triton.jit(do_not_specialize=["rows"])
 def count_pages(last, pages, rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """How many pages each group of any rows sees."""
+    let_next_start()
+    wait_for_previous()
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.int32)
     for r in tl.static_range(ROWS):
@@ -143,6 +147,8 @@ def score(
     FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A CTA's stretch of all groups' pages. UNIFORM: each group is one request's ROWS rows."""
+    let_next_start()
+    wait_for_previous()
     all_pages = tl.sum(_pages(last, group_pages, groups, ROWS, UNIFORM, GROUPS), 0).to(tl.int64)
     me = tl.program_id(0)
     at = (all_pages * me // tl.num_programs(0)).to(tl.int32)
@@ -239,13 +245,15 @@ def index_logits(
         count = some.stop - begin
         groups = triton.cdiv(count, group)
         small = uniform and groups <= 16
-        three = fp8 and group < _MANY_ROWS
-        waves = SMS * (3 if three else 2)
+        held = 3 if fp8 and group < _MANY_ROWS else 2  # CTAs a multiprocessor has registers for
+        if uniform and group == 1 and not small:
+            held = 4
+        waves = SMS * held
         pages = last
         if not uniform:
             pages = torch.empty(groups, dtype=torch.int32, device=query.device)
             count_pages[(triton.cdiv(groups, 128),)](
-                last[some], pages, count, ROWS=group, BLOCK=128, num_warps=4
+                last[some], pages, count, ROWS=group, BLOCK=128, num_warps=4, **pdl()
             )
             waves *= 4  # groups of few pages cost more than their pages say
         score[(ctas or waves,)](
@@ -253,6 +261,6 @@ def index_logits(
             last[some], pages, out[some], count, groups, page_table.shape[1], out.shape[1], first,
             ROWS=group, HEADS=query.shape[1], UNIFORM=uniform,
             GROUPS=16 if small else _MOST_GROUPS, FP8=fp8, STAGES=STAGES if fp8 else 2,
-            num_warps=4, maxnreg=168 if three else 255,
+            num_warps=4, maxnreg=_REGISTERS[held], **pdl(),
         )  # fmt: skip
     return out[:, :max_context]

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_common import INTERPRET
+from ..pdl import pdl
+from ..triton_common import INTERPRET, let_next_start, wait_for_previous
 
 SHORT = 8192  # positions that one CTA holds
 CHUNK = 4096
@@ -231,6 +232,8 @@ def select_short(
     logits, last, out, width, first,
     K, WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0)
     stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     i = tl.arange(0, N)
@@ -244,6 +247,8 @@ def sample(
     N: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """A key that well over K and at most SHORT of the row's keys reach, judged by N of them."""
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0)
     stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     span = stop - first
@@ -268,6 +273,8 @@ def count_chunks(
     logits, last, least, counts, width, first, chunks,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(1)
     chunk = tl.program_id(0)
     stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
@@ -284,6 +291,8 @@ def collect(
     logits, last, least, counts, values, positions, width, first, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(1)
     chunk = tl.program_id(0)
     if tl.load(counts + row * chunks + chunk) > 0:
@@ -306,6 +315,8 @@ def finish(
     K, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     N: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait_for_previous()
     row = tl.program_id(0)
     stop = tl.minimum(tl.load(last + row).to(tl.int32) + 1, width)
     c = tl.arange(0, CHUNKS)
@@ -354,6 +365,7 @@ def topk_select(
             **shape,
             N=n,
             num_warps=4 if n == 2048 else 8,
+            **pdl(),
         )
         return out
     chunks = triton.cdiv(width, CHUNK)
@@ -364,17 +376,17 @@ def topk_select(
     positions = torch.empty(rows, SHORT, dtype=torch.int32, device=device)
     sample[(rows,)](
         logits, last, least, width, first, N=16384 if width > 1 << 17 else 4096,
-        SHORT=SHORT, num_warps=16,
+        SHORT=SHORT, num_warps=16, **pdl(),
     )  # fmt: skip
     count_chunks[(chunks, rows)](
-        logits, last, least, counts, width, first, chunks, CHUNK=CHUNK, num_warps=4
+        logits, last, least, counts, width, first, chunks, CHUNK=CHUNK, num_warps=4, **pdl()
     )
     collect[(chunks, rows)](
         logits, last, least, counts, values, positions, width, first, chunks,
-        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=8, maxnreg=64,
+        CHUNKS=many, CHUNK=CHUNK, SHORT=SHORT, num_warps=8, maxnreg=64, **pdl(),
     )  # fmt: skip
     finish[(rows,)](
         logits, last, counts, values, positions, out, width, first, chunks,
-        CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=8,
+        CHUNKS=many, **shape, N=SHORT, WALK=2 * CHUNK, num_warps=8, **pdl(),
     )  # fmt: skip
     return out
