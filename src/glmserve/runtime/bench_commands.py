@@ -96,10 +96,10 @@ def run_bench_rank(args: argparse.Namespace) -> int:
         "config": Path(args.config).name,
         "rank": f"{args.rank} of {args.ranks}, experts {args.expert_layout}",
     }
-    memory = (args.memory_gb or 0) * 1e9 or measured.free_memory(config.device)
     group = StandInGroup(args.rank, args.ranks)
     if config.device == "cuda":
         group.share_memory(_PEER_ROWS, source.config.hidden_size)
+    memory = (args.memory_gb or 0) * 1e9 or measured.free_memory(config.device)
     rank = open_rank(source, config, group, pages, memory, print)
     record["cache_pages"] = rank.config.num_pages
     record["rows"] = []
