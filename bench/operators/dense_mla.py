@@ -53,7 +53,7 @@ def problem(rows: int, context: int, dense: bool) -> Problem:
             outs[i] = dense_mla(query, rope, cache, table, 0, kv_b, context, 0, SCALE)
         else:
             absorbed = absorb_query(query, kv_b[:, :192], rope)
-            latent = sparse_mla(absorbed, cache, slots, SCALE, 512**0.5 * 4)
+            latent = sparse_mla(absorbed, cache, slots, SCALE)
             outs[i] = value_up(latent, kv_b[:, 192:])
 
     def error() -> float:

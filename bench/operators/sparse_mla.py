@@ -11,7 +11,7 @@ from bench.registry import Case, Problem, memory_us
 from glmserve.kernels.quant import pack_latent_rows, unpack_latent_rows
 from glmserve.kernels.sparse_mla.launch import MANY_ROWS, sparse_mla
 
-K, SCALE, BOUND = 2048, 256**-0.5, 8.0 * 30
+K, SCALE = 2048, 256**-0.5
 SPILLS = {
     "attend_fp8": "at most 30 of 255 registers, stored before the loop but for one (read in the "
     "SASS); eight warps spill nothing and took 1.7 times as long at 192 rows on an H200",
@@ -26,14 +26,11 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
                 query = torch.empty(rows, heads, 576, dtype=torch.bfloat16, device=device)
                 cache = torch.empty(cache_rows, width, dtype=dtype, device=device)
                 slots = torch.empty(rows, k, dtype=torch.int32, device=device)
-                for bound in (BOUND, None) if cache_rows == 1 << 16 else (BOUND,):
-                    for plain in (False, True):
-                        yield (
-                            f"{heads} heads {rows} x {k} {dtype} {cache_rows} slots {plain}",
-                            lambda q=query, c=cache, s=slots, b=bound, p=plain: sparse_mla(
-                                q, c, s, SCALE, b, p
-                            ),
-                        )
+                for plain in (False, True):
+                    yield (
+                        f"{heads} heads {rows} x {k} {dtype} {cache_rows} slots {plain}",
+                        lambda q=query, c=cache, s=slots, p=plain: sparse_mla(q, c, s, SCALE, p),
+                    )
 
 
 def make_cache(slots: int, fp8: bool) -> torch.Tensor:
@@ -84,7 +81,7 @@ def problem(
     outs: dict[int, torch.Tensor] = {}
 
     def launch(i: int) -> None:
-        outs[i] = sparse_mla(query, cache, selections[i], SCALE, BOUND, plain)
+        outs[i] = sparse_mla(query, cache, selections[i], SCALE, plain)
 
     some = torch.arange(0, rows, max(1, rows // 128), device="cuda")
     want = expected(query[some], cache, selections[0][some])
@@ -96,7 +93,7 @@ def problem(
         if rows > MANY_ROWS:
             return True
         one = query[-1:].contiguous(), cache, selections[0][-1:].contiguous()
-        alone = sparse_mla(*one, SCALE, BOUND, plain)
+        alone = sparse_mla(*one, SCALE, plain)
         return torch.equal(alone, outs[0][-1:])
 
     return Problem(launch, sets, error, launches=max(4, min(20, 2000 // rows)), exact=exact)

@@ -42,8 +42,6 @@ class Attention:
         self.w_uk = weights.kv_b[:, : config.qk_nope_head_dim]  # [H, nope, kv_lora]
         self.w_uv = weights.kv_b[:, config.qk_nope_head_dim :]  # [H, v, kv_lora]
         self.scale = config.qk_head_dim**-0.5  # of the unabsorbed head: absorption keeps the dot
-        # A normed latent is no longer than sqrt(kv_lora); one number read back, at load.
-        self.latent_bound = config.kv_lora_rank**0.5 * float(weights.kv_norm.abs().max())
         self.indexer: Indexer | None = None
         self.index_norm: IndexKeyNorm | None = None
         if weights.indexer is not None:
@@ -129,7 +127,6 @@ class Attention:
             selection.slots[some],
             self.config.kv_lora_rank,
             self.scale,
-            self.latent_bound,
         )
 
     def _dense(self, query: Tensor, step: Step, cache: LayerCache, chunk: DenseRows) -> Tensor:

@@ -19,16 +19,12 @@ def sparse_mla(
     slots: torch.Tensor,
     kv_lora_rank: int,
     scale: float,
-    latent_bound: float | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q . cache[slots]) over the selection, times the latent part of those rows.
 
     query         [R, H, kv_lora + rope], absorbed and roped
     latent_cache  [slots, kv_lora + rope], or uint8 [slots, 656] (see `quant`)
     slots         [R, k] int, the unused ones -1 and last; a row without any slot gives zeros
-    latent_bound  what no latent of the cache exceeds in size, if that is known: normed latents stay
-                  below sqrt(kv_lora) times the norm's largest weight. Saves fp8 kernels a look at
-                  the scales before they start
     -> [R, H, kv_lora] in the query's dtype; softmax and sums in acc
     """
     assert query.dim() == 3, query.shape
@@ -41,5 +37,5 @@ def sparse_mla(
 
         unserved = launch.unserved(query, latent_cache, kv_lora_rank)
         if use_kernel("sparse_mla", "cuda", unserved):
-            return launch.sparse_mla(query, latent_cache, slots, scale, latent_bound)
+            return launch.sparse_mla(query, latent_cache, slots, scale)
     return reference.sparse_mla(query, latent_cache, slots, kv_lora_rank, scale)

@@ -88,10 +88,9 @@ def _write_output(target, acc, weight, dims, columns, HEADS: tl.constexpr, TWICE
 
 @triton.jit(do_not_specialize=["k", "leaves", "all_heads"])
 def attend_fp8(
-    query, cache, slots, out, lse, scale, fit, k, leaves, all_heads,
+    query, cache, slots, out, lse, scale, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One leaf of one row for HEADS of the heads. `scale` includes log2(e)."""
     TWICE: tl.constexpr = HEADS == 8
@@ -135,12 +134,10 @@ def attend_fp8(
     q3 = _query_parts(q3, low, to_range)
     column_scale = scale * top * (1.0 / 448.0) * tl.where(c % 2 == 1, 0.0625, 1.0)
 
-    # Weights times scales go through f16; `fit` keeps them in its range. Without a bound on the
-    # latents it comes from the leaf's largest scale.
-    if not BOUNDED:
-        span = tl.arange(0, LEAF)
-        place = tl.load(mine + begin + span, mask=begin + span < stop, other=-1)
-        fit = _FACTOR / _above_all_scales(scales, place, WIDE)
+    # Weights times scales go through f16; `fit` keeps them in its range.
+    span = tl.arange(0, LEAF)
+    place = tl.load(mine + begin + span, mask=begin + span < stop, other=-1)
+    fit = _FACTOR / _above_all_scales(scales, place, WIDE)
 
     m = tl.full([P_COLUMNS], _NEVER, tl.float32)
     total = tl.zeros([P_COLUMNS], tl.float32)
@@ -211,10 +208,9 @@ def attend_fp8(
 
 @triton.jit(do_not_specialize=["k", "leaves", "all_heads"])
 def attend_bf16(
-    query, cache, slots, out, lse, scale, fit, k, leaves, all_heads,
+    query, cache, slots, out, lse, scale, k, leaves, all_heads,
     HEADS: tl.constexpr, LEAF: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """As attend_fp8, on rows of 576 bf16 values."""
     TWICE: tl.constexpr = HEADS == 8

@@ -42,7 +42,6 @@ def sparse_mla(
     latent_cache: torch.Tensor,
     slots: torch.Tensor,
     scale: float,
-    latent_bound: float | None = None,
     plain: bool = False,
 ) -> torch.Tensor:
     """As the operator. Many rows (prefill) take each row's selection as one leaf, unmerged.
@@ -78,12 +77,9 @@ def sparse_mla(
         target = torch.empty(*shape, 512, dtype=torch.bfloat16, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     heads = min(all_heads, 16)
-    # A power of two that takes every weight times scale close to the top of f16's range.
-    fit = 0.0 if latent_bound is None else 2.0 ** math.floor(math.log2(6e4 * 448 / latent_bound))
     kernel = attend_fp8 if fp8 else attend_bf16
     kernel[(rows * leaves, all_heads // heads)](
-        query, latent_cache, slots, target, lse, scale, fit, k, leaves, all_heads, HEADS=heads,
-        BOUNDED=fp8 and fit > 0,
+        query, latent_cache, slots, target, lse, scale, k, leaves, all_heads, HEADS=heads,
         LEAF=leaf, TILE=TILE, STAGES=STAGES, WIDE=latent_cache.numel() >= 1 << 31,
         PARTIAL=not alone, num_warps=WARPS, **pdl(),
     )  # fmt: skip
