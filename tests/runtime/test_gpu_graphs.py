@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from glmserve.checkpoint.synthetic import make_checkpoint
-from glmserve.config import EngineConfig, cuda_devices
+from glmserve.config import EngineConfig
 from glmserve.engine.client import EngineClient
 from glmserve.messages import Request
 from glmserve.sampling_params import SamplingParams
+from tests.two_gpus import needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +127,7 @@ def test_captured_tokens_are_those_of_eager_steps_alone_and_together(
         client.close()
 
 
-@pytest.mark.skipif(cuda_devices() < 2, reason="needs two GPUs")
+@needs_two_gpus
 @pytest.mark.parametrize("layout", ["ep", "sliced"])
 def test_captured_steps_over_two_gpus_draw_what_eager_ones_draw(
     checkpoint: Path, layout: str

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from glmserve.checkpoint.reader import load_weights
-from glmserve.config import cuda_devices, engine_config_from_env
+from glmserve.config import engine_config_from_env
 from glmserve.engine.bench import PROMPTS, prompts_of, read_requests
 from glmserve.engine.client import EngineClient
 from glmserve.messages import IntArray, Request
@@ -28,6 +28,7 @@ from glmserve.sampling_params import SamplingParams
 from glmserve.text.tokenizer import Tokenizer
 from tests.runtime.test_gpu_graphs import requests, tokens_of
 from tests.tolerances import TOLERANCES
+from tests.two_gpus import needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -120,7 +121,7 @@ def test_tokens_are_the_same_captured_and_eager_alone_and_together() -> None:
     assert all(tokens == found[0] for tokens in found[1:])
 
 
-@pytest.mark.skipif(cuda_devices() < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_two_gpus_answer_as_well() -> None:
     (prompt,) = prompts_of(CHECKPOINT, [QUESTION])
     client = start(ranks=2, drafts=3)

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 from torch import Tensor
 
-from glmserve import env
 from glmserve.parallel.group import SingleGroup
 from glmserve.parallel.torch_group import TorchGroup
 from glmserve.runtime.sampler import Sampler, SamplingRows
+from tests.two_gpus import needs_two_gpus, on_two_gpus
 
 WIDTH, VALID = 19_360, 2 * 19_360 - 200
 COUNTS = (1, 6, 48)
@@ -36,13 +33,8 @@ def some_rows(count: int) -> tuple[Tensor, SamplingRows]:
     return logits, rows
 
 
-def _rank_main(rank: int, port: int) -> None:
-    import torch.distributed as dist
-
-    os.environ.update(env.REQUIRED_CHILD_ENV, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _draw(rank: int) -> None:
     device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
     sampler = Sampler(TorchGroup(rank, 2), WIDTH, VALID, device)
     reference = Sampler(SingleGroup(), 2 * WIDTH, VALID, torch.device("cpu"))
     sampler.prepare(max(COUNTS))
@@ -64,14 +56,9 @@ def _rank_main(rank: int, port: int) -> None:
                 graph.replay()
                 assert torch.equal(drawn.cpu(), want), (count, limits)
         assert torch.equal(sampler.greedy(shard).cpu(), reference.greedy(logits)), count
-    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 def test_two_gpus_draw_the_references_ids() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs that see each other")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, (port,), nprocs=2)
+    on_two_gpus(_draw)
