@@ -90,7 +90,7 @@ class Graphs:
                 send(results)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
+        held = torch.cuda.memory_reserved()
         started = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         for shape in sorted(layouts, key=lambda shape: -shape.rows):
@@ -100,7 +100,8 @@ class Graphs:
                 f" {len(self.shapes)} of {len(layouts)} shapes, {time.monotonic() - started:.1f} s"
             )
         torch.cuda.synchronize()
-        self.bytes = free - torch.cuda.mem_get_info()[0]
+        # Of this process: the card's free memory also tells what its neighbours do.
+        self.bytes = torch.cuda.memory_reserved() - held
         progress(f"graphs take {self.bytes / 2**20:.0f} MiB")
 
 
