@@ -4,8 +4,8 @@
 
 One warp brings tiles by TMA into a ring of stages. Each of three warpgroups multiplies 64 rows by
 the tile's columns and scales what it got while the tensor cores work for the others. The order of
-a sum is that of the plain form with one K chunk, bit for bit. The interpreter cannot run Gluon:
-there the plain form is used.
+every sum is that of the plain form, bit for bit; finished K chunks wait in shared memory. The
+interpreter cannot run Gluon: there the plain form is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ GROUPS = gl.constexpr(3)  # warpgroups that multiply
 DEPTH = gl.constexpr(128)  # columns of K a stage: one scale
 COLUMNS = gl.constexpr(128)  # of a tile
 BAND = gl.constexpr(8)  # row tiles whose rows stay in L2 while the weight passes
-STAGES = gl.constexpr(5)
 REGISTERS = gl.constexpr(160)  # of a thread that multiplies
 TILE = GROUPS.value * ROWS.value  # rows of a tile
 TILE_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
@@ -59,11 +58,29 @@ def step(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def shared_memory(STAGES: gl.constexpr, CHUNKED: gl.constexpr):
+    """(row tiles, weight tiles, full and empty barriers of the stages, chunk sums)."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    HEIGHT: gl.constexpr = GROUPS if CHUNKED else 1
+    SIZE: gl.constexpr = ROWS if CHUNKED else 1
+    sums = gl.allocate_shared_memory(gl.float32, [HEIGHT, SIZE, COLUMNS], SUMS)
+    return x_tiles, w_tiles, full, empty, sums
+
+
+@gluon.jit
 def multiply(
-    x_line, x_stride, w_line, blocks, stage, phase, x_tiles, w_tiles, full, empty,
-    GROUP: gl.constexpr,
+    x_line, x_stride, w_line, blocks, per, stage, phase, x_tiles, w_tiles, full, empty, sums,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
-    """This warpgroup's 64 rows times the weight tile over all K blocks.
+    """This warpgroup's 64 rows times the weight tile over all K blocks, in chunks of `per`.
 
     x_line: pointers to the rows' scales of block 0, w_line to the tile's.
     """
@@ -86,19 +103,34 @@ def multiply(
         part = warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(empty.index(stage))
         acc += part * scale
+        if CHUNKED:
+            if (block + 1) % per == 0:
+                mine = sums.index(GROUP)
+                if block >= per:
+                    acc += mine.load(MMA)
+                if block + 1 < blocks:
+                    mine.store(acc)
+                    acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
         stage, phase = step(stage, phase, STAGES)
     return acc, stage, phase
 
 
 @gluon.jit
-def store(acc, out, row, stop, column, width):
+def store(
+    acc, out, row, stop, column, width, sums, GROUP: gl.constexpr, CHUNKED: gl.constexpr
+):  # fmt: skip
     """acc, rounded, to rows below `stop` and columns below `width` of out [.., width]."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     line = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
+    if CHUNKED:  # no shared memory is left for a conversion of its own
+        sums.index(GROUP).store(acc)
+        result = sums.index(GROUP).load(OUT).to(out.dtype.element_ty)
+    else:
+        result = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
     gl.store(
         out + line.to(gl.int64)[:, None] * width + n[None, :],
-        gl.convert_layout(acc.to(out.dtype.element_ty), OUT),
+        result,
         mask=(line < stop)[:, None] & (n < width)[None, :],
     )
 
@@ -122,8 +154,8 @@ def _place(work, rows, width):
 
 @gluon.jit
 def _produce(
-    x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty
-):  # fmt: skip
+    x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty, STAGES: gl.constexpr
+):
     wait_for_previous()
     stage = 0
     phase = 0
@@ -146,8 +178,8 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty,
-    GROUP: gl.constexpr,
+    x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full, empty,
+    sums, GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     wait_for_previous()
@@ -159,42 +191,37 @@ def _consume(
         mine = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
         acc, stage, phase = multiply(
             x_scales + gl.minimum(mine, rows - 1), rows,
-            weight_scales + (column // DEPTH) * blocks, blocks, stage, phase, x_tiles,
-            w_tiles, full, empty, GROUP,
+            weight_scales + (column // DEPTH) * blocks, blocks, per, stage, phase, x_tiles,
+            w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
         )  # fmt: skip
-        store(acc, out, row, rows, column, width)
+        store(acc, out, row, rows, column, width, sums, GROUP, CHUNKED)
 
 
-@gluon.jit(do_not_specialize=["rows", "pieces"])
+@gluon.jit(do_not_specialize=["rows", "per", "pieces"])
 def many_rows(
-    x, x_scales, weight, weight_scales, out, rows, width, depth, pieces
+    x, x_scales, weight, weight_scales, out, rows, width, depth, per, pieces,
+    STAGES: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     """out [rows, width]; x and weight are descriptors of [64, 128] and [128, 128] boxes.
 
-    A program takes every num_programs-th of `pieces` tiles of 192 x 128.
+    A program takes every num_programs-th of `pieces` tiles of 192 x 128; CHUNKED: a sum has chunks
+    of `per` blocks, not one.
     """
     blocks = depth // DEPTH
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
-    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    x_tiles, w_tiles, full, empty, sums = shared_memory(STAGES, CHUNKED)
     let_next_start()
     gl.warp_specialize([
         (_consume, (
-            x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full,
-            empty, gl.constexpr(0))),
+            x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full,
+            empty, sums, gl.constexpr(0), STAGES, CHUNKED)),
         (_consume, (
-            x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full,
-            empty, gl.constexpr(1))),
+            x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full,
+            empty, sums, gl.constexpr(1), STAGES, CHUNKED)),
         (_consume, (
-            x_scales, weight_scales, out, rows, width, blocks, pieces, x_tiles, w_tiles, full,
-            empty, gl.constexpr(2))),
+            x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full,
+            empty, sums, gl.constexpr(2), STAGES, CHUNKED)),
         (_produce, (
-            x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty)),
+            x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty, STAGES)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -203,14 +230,23 @@ def boxes(tensor: torch.Tensor, height: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [height, DEPTH.value], TILE_LAYOUT)
 
 
+def fills(rows: int, width: int) -> bool:
+    """Whether so many tiles keep the programs busy; else the smaller ones of the plain form win."""
+    tiles = -(-rows // TILE) * -(-width // COLUMNS.value)
+    return 5 * tiles >= 4 * PROGRAMS * -(-tiles // PROGRAMS)
+
+
 def linear(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor, chunks: int,
 ) -> None:  # fmt: skip
     """Fills out [R, N] with fp8 rows [R, K] times weight [N, K] transposed."""
     rows, width = out.shape
+    blocks = x.shape[1] // DEPTH.value
+    assert blocks % chunks == 0, (blocks, chunks)
     pieces = -(-rows // TILE) * -(-width // COLUMNS.value)
     many_rows[(min(pieces, PROGRAMS),)](
         boxes(x, ROWS.value), x_scales, boxes(weight, COLUMNS.value), weight_scales, out, rows,
-        width, x.shape[1], pieces, num_warps=4, **pdl(),
+        width, x.shape[1], blocks // chunks, pieces, 3 if chunks > 1 else 5, chunks > 1,
+        num_warps=4, **pdl(),
     )  # fmt: skip

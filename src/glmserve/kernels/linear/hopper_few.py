@@ -25,6 +25,7 @@ from .hopper import DEPTH, boxes, let_next_start, step, wait_for_previous
 COLUMNS = gl.constexpr(64)  # weight rows of a tile
 ROWS = gl.constexpr(16)
 STAGES = gl.constexpr(6)
+MOST_CHUNKS = gl.constexpr(8)  # of one weight
 
 
 @gluon.jit
@@ -103,8 +104,13 @@ def _consume(
         if ticket == ways - 1:
             gl.store(tickets + slot, 0)
             acc = gl.load(place, mask=wanted, other=0.0, cache_modifier=".cg")
-            for other in range(1, ways):
-                acc += gl.load(place + other * SIZE, mask=wanted, other=0.0, cache_modifier=".cg")
+            # Unrolled, so that no chunk's load waits for the sum before it.
+            for other in gl.static_range(1, MOST_CHUNKS):
+                there = other < ways
+                more = gl.load(
+                    place + other * SIZE, mask=wanted & there, other=0.0, cache_modifier=".cg"
+                )
+                acc = gl.where(there, acc + more, acc)
             gl.store(target, acc.to(out.dtype.element_ty), mask=wanted)
     else:
         gl.store(target, acc.to(out.dtype.element_ty), mask=wanted)
@@ -152,8 +158,9 @@ def linear(
     rows, width = out.shape
     blocks = x.shape[1] // DEPTH.value
     assert blocks % chunks == 0, (blocks, chunks)
+    assert chunks <= MOST_CHUNKS.value, chunks
     few_rows[(-(-width // COLUMNS.value) * chunks, -(-rows // ROWS.value))](
         boxes(x, ROWS.value), x_scales, boxes(weight, COLUMNS.value), weight_scales, *workspace,
         out, rows, width, x.shape[1], blocks // chunks, chunks, chunks > 1,
-        num_warps=4, maxnreg=80, **pdl(),
+        num_warps=4, maxnreg=96, **pdl(),
     )  # fmt: skip

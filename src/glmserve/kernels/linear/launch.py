@@ -25,6 +25,7 @@ FEW_HOPPER = 16  # rows up to which its Gluon form is, against fp8 weights
 _WAVE = 264  # programs that fill the card twice
 _PARTIAL_FLOATS = 4 << 20
 _TICKETS = 1 << 14
+_MOST_CHUNKS = hopper_few.MOST_CHUNKS.value
 
 
 class Plan(NamedTuple):
@@ -59,7 +60,7 @@ def _chunks(tiles: int, blocks: int) -> int:
     if tiles >= 64 and blocks <= 16:
         return 1
     fitting = [c for c in range(1, blocks + 1) if blocks % c == 0 and blocks // c >= 3]
-    return max((c for c in fitting if c * tiles <= _WAVE and c <= 16), default=1)
+    return max((c for c in fitting if c * tiles <= _WAVE and c <= _MOST_CHUNKS), default=1)
 
 
 def splits(tiles: int, size: int, chunks: int) -> bool:
@@ -106,8 +107,8 @@ def linear(
         hopper_few.linear(
             values, scales, w_values, w_scales, workspace(values.device), out, shape.chunks
         )
-    elif gluon and shape.chunks == 1 and -(-rows // 64) * -(-width // 128) > _WAVE:
-        hopper.linear(values, scales, w_values, w_scales, out)
+    elif gluon and hopper.fills(rows, width):
+        hopper.linear(values, scales, w_values, w_scales, out, shape.chunks)
     elif rows <= FEW:
         _few(values, scales, w_values, w_scales, out, shape, scaled)
     else:
