@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 KERNELS = ROOT / "bench" / "results" / "kernels.json"
 STEPS = ROOT / "bench" / "results" / "step.json"
+RANK = ROOT / "bench" / "results" / "rank.json"
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -82,6 +83,27 @@ def _steps() -> str:
     return head + _table(columns, rows)
 
 
+# What a rank's step spends most of its time on; the remainder is one column.
+_SPLIT = ("experts", "linear", "sparse_mla", "boundary", "topk_select")
+
+
+def _rank() -> str:
+    recorded = json.loads(RANK.read_text(encoding="utf-8"))
+    rows = []
+    for row in recorded["rows"]:
+        split = dict(row["split"])
+        shown = [split.pop(name, 0.0) for name in _SPLIT]
+        size = (row["part"], str(row["rows"]), f"{row['context']:,}", str(row["drafts"]))
+        shared = " (shared pages)" if row.get("pages_shared") else ""
+        figures = (row["ms"], row["floor_ms"], *shown, sum(split.values()))
+        rows.append((size[0] + shared, *size[1:], *(f"{figure:.2f}" for figure in figures)))
+    versions = ", ".join(f"{name} {version}" for name, version in recorded["versions"].items())
+    head = f"{recorded['card']}, {versions}, {recorded['date']}, ms:\n\n"
+    return head + _table(
+        ("part", "rows", "context", "drafts", "all", "floor", *_SPLIT, "others and gaps"), rows
+    )
+
+
 def _figure(value: float | None) -> str:
     if value is None:
         return ""
@@ -93,6 +115,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ensemble-outputs": lambda: _tensors(MODELS["ensemble"].outputs),
     "kernels": _kernels,
     "metrics": _metrics,
+    "rank": _rank,
     "settings": _settings,
     "steps": _steps,
 }

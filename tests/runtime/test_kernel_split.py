@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
-from glmserve.runtime.kernel_split import GAPS, charges, operator_of, sections, split
+import glmserve.kernels
+from glmserve.runtime.kernel_split import GAPS, charges, operator_of, operators, sections, split
 
 US = 1000
 EVENTS = [
@@ -25,6 +29,18 @@ def test_kernels_have_the_operators_of_their_folders() -> None:
     assert operator_of("attend") == "sparse_mla"
     assert operator_of("Memset (Device)") == "copies"
     assert operator_of("at::native::something") == "torch"
+
+
+def test_every_jitted_function_is_known_however_its_decorator_is_written() -> None:
+    root = Path(str(glmserve.kernels.__file__)).parent
+    jitted = {
+        node.name
+        for source in root.rglob("*.py")
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and any(".jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+    assert jitted == set(operators())
 
 
 def test_charges_and_gaps_add_up_to_the_step() -> None:

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import glmserve.kernels
 
-_JIT = re.compile(r"^@(?:triton|gluon)\.jit.*\ndef (\w+)", re.MULTILINE)
+_JIT = re.compile(r"^@(?:triton|gluon)\.jit\b.*?^def (\w+)", re.MULTILINE | re.DOTALL)
 _CUTS = ("boundary", "residual_norm")  # operators that end a section of a layer
 GAPS = "gaps"
 
