@@ -23,7 +23,8 @@ from glmserve.kernels.slot_lookup.kernel import slot_lookup
 from glmserve.kernels.step_inputs import reference as step_reference
 from glmserve.kernels.step_inputs.kernel import step_inputs
 from glmserve.kernels.take_rows.kernel import take_rows
-from glmserve.kernels.value_up.kernel import value_up, value_up_quantised
+from glmserve.kernels.value_up import kernel as value_kernel
+from glmserve.kernels.value_up import value_up, value_up_quantised
 
 HEADS, WIDTH, SLOTS = 8, 2048 + 576 + 160, 1 << 15
 ROWS = (1, 6, 32, 192, 8192)
@@ -46,8 +47,11 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         query = torch.empty(rows, HEADS, 256, dtype=bf16, device=device)
         latent = torch.empty(rows, HEADS, 512, dtype=bf16, device=device)
         yield "absorb", lambda q=query, w=kv_b, r=rope: absorb_query(q, w[:, :192], r)
-        yield "value_up", lambda x=latent, w=kv_b: value_up(x, w[:, 192:])
-        yield "value_up fp8", lambda x=latent, w=kv_b: value_up_quantised(x, w[:, 192:])
+        yield "value_up", lambda x=latent, w=kv_b: value_kernel.value_up(x, w[:, 192:])
+        yield (
+            "value_up fp8",
+            lambda x=latent, w=kv_b: value_kernel.value_up_quantised(x, w[:, 192:]),
+        )
         index = torch.empty(rows, 32, 128, dtype=bf16, device=device)
         weights = torch.empty(rows, 2784, dtype=bf16, device=device)[:, -32:]
         projected = torch.empty(rows, WIDTH, dtype=bf16, device=device)

@@ -14,11 +14,14 @@ Without the launch option both calls do nothing, so a kernel has one compiled fo
 from __future__ import annotations
 
 _options = {"launch_pdl": True}
+_PLAIN = {"launch_pdl": False}
+_MANY = 8192  # programs of a kernel that is measured to be slower for it: short ones, in many waves
 
 
-def pdl() -> dict[str, bool]:
-    """Launch options of a kernel that follows the rule above."""
-    return _options
+def pdl(programs: int = 0) -> dict[str, bool]:
+    """Launch options of a kernel that follows the rule above; of one whose short programs lose more
+    by asking than the early start is worth where there are many `programs`."""
+    return _PLAIN if programs > _MANY else _options
 
 
 def use_pdl(wanted: bool) -> None:

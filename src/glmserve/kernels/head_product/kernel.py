@@ -20,13 +20,12 @@ from ..triton_common import dot, let_next_start, prefetch, to_bf16, wait_for_pre
 
 # (most rows, tile); the first that fits is taken. Quantised results need whole groups of columns.
 _TILES: tuple[tuple[float, dict[str, int]], ...] = (
-    (64, {"BM": 16, "BN": 32, "BK": 64, "STAGES": 4, "num_warps": 2}),
+    (64, {"BM": 16, "BN": 32, "BK": 64, "STAGES": 8, "num_warps": 2}),
     (512, {"BM": 64, "BN": 64, "BK": 64, "STAGES": 3, "num_warps": 4}),
     (float("inf"), {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}),
 )
 _QUANTISED_TILES: tuple[tuple[float, dict[str, int]], ...] = (
-    (64, {"BM": 16, "BN": 128, "BK": 64, "STAGES": 8, "num_warps": 8}),
-    (512, {"BM": 64, "BN": 128, "BK": 64, "STAGES": 4, "num_warps": 8}),
+    (512, {"BM": 64, "BN": 128, "BK": 64, "STAGES": 4, "num_warps": 4}),
     (float("inf"), {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}),
 )
 
@@ -40,7 +39,7 @@ def _prefetch_weights(w, n0, w_k, w_n, K: tl.constexpr, BN: tl.constexpr, ALONG_
         i = tl.arange(0, triton.next_power_of_2(BN * UNITS))
         prefetch(w + (n0 + i // UNITS) * w_n + (i % UNITS) * UNIT * w_k, i < BN * UNITS)
     else:
-        UNITS: tl.constexpr = BN // UNIT
+        UNITS: tl.constexpr = triton.cdiv(BN, UNIT)
         i = tl.arange(0, triton.next_power_of_2(K * UNITS))
         prefetch(w + (i // UNITS) * w_k + (n0 + (i % UNITS) * UNIT) * w_n, i < K * UNITS)
 
@@ -119,6 +118,7 @@ def multiply_heads(
         return
     # Tiles divide the head: small models have heads of 32.
     tile = tile | {"BN": math.gcd(n, tile["BN"]), "BK": math.gcd(k, tile["BK"])}
+    tile["STAGES"] = min(tile["STAGES"], k // tile["BK"] + 1)  # short sums need no more
     assert scales is None or tile["BN"] == GROUP, w.shape
     columns = n // tile["BN"] + (rope is not None)
     head_product[(columns, heads, triton.cdiv(rows, tile["BM"]))](

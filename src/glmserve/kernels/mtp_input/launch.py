@@ -24,6 +24,6 @@ def mtp_input(
     groups = triton.next_power_of_2(-(-width // 128))
     kernel.mtp_rows[(rows, 2)](
         embedding, hidden, embedding_norm, hidden_norm, out, width, first, stop - first, eps,
-        groups, num_warps=8 if groups >= 32 else 4, **pdl(),
+        groups, num_warps=8 if groups >= 32 else 4, **pdl(2 * rows),
     )  # fmt: skip
     return out

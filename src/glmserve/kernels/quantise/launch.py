@@ -26,6 +26,6 @@ def quantise(x: torch.Tensor) -> QuantRows:
     out = empty_rows(rows, width, x.device)
     grid = (rows, -(-groups // _BLOCK))
     kernel.quantise_rows[grid](
-        x, out.values, out.scales, rows, groups, _BLOCK, num_warps=4, **pdl()
+        x, out.values, out.scales, rows, groups, _BLOCK, num_warps=4, **pdl(grid[0] * grid[1])
     )
     return out

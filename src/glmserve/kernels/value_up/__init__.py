@@ -9,6 +9,8 @@ from ..dispatch import use_kernel
 from ..quantise import GROUP, QuantRows, quantise
 from . import reference
 
+FEW = 64  # rows whose values are quantised by a kernel of their own
+
 
 def value_up(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     """[R, H, kv_lora] x [H, v_dim, kv_lora] -> [R, H * v_dim], the input of o_proj."""
@@ -23,8 +25,9 @@ def value_up(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 
 def value_up_quantised(latent: torch.Tensor, w_uv: torch.Tensor) -> QuantRows:
-    """quantise(value_up(latent, w_uv)), where v_dim is a multiple of 128 in one pass."""
-    if latent.is_cuda and w_uv.shape[1] % GROUP == 0:
+    """quantise(value_up(latent, w_uv)), of many rows in one pass: a few have too few whole groups
+    of 128 columns to fill the card."""
+    if latent.is_cuda and len(latent) > FEW and w_uv.shape[1] % GROUP == 0:
         from . import kernel
 
         if use_kernel("value_up", "cuda", kernel.unserved(latent, w_uv)):

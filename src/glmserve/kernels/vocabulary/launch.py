@@ -16,7 +16,9 @@ def embed_shard(tokens: torch.Tensor, table: torch.Tensor, first: int) -> torch.
     rows, (held, width) = tokens.shape[0], table.shape
     out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     grid = (rows, -(-width // _BLOCK))
-    kernel.embed_rows[grid](tokens, table, out, first, held, width, _BLOCK, num_warps=4, **pdl())
+    kernel.embed_rows[grid](
+        tokens, table, out, first, held, width, _BLOCK, num_warps=4, **pdl(grid[0] * grid[1])
+    )
     return out
 
 
