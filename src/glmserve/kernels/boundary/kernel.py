@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..quantise.kernel import quantise_groups
 from ..residual_norm.kernel import norm_tile
-from ..triton_common import let_next_start, prefetch, to_bf16, wait_for_previous
+from ..triton_common import let_next_start, to_bf16, wait_for_previous
 
 GROUP = tl.constexpr(128)
 # Phases of a launch. The interpreter runs ranks one after the other, so it takes them singly.
@@ -28,10 +28,9 @@ def _peer(table, rank, dtype: tl.constexpr):
 
 
 @triton.jit
-def _raise_flags(signals, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Tells every peer that this program's data of this launch are there."""
+def _raise_flags(peers, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Tells every peer, at flags [WORLD], that this program's data of this launch are there."""
     tl.debug_barrier()  # all threads' stores come before the release below
-    peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(peers + place * WORLD + RANK, launch, sem="release", scope="sys")
 
 
@@ -48,8 +47,11 @@ def _await_flags(signals, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr
 
 @triton.jit
 def _leave(state, launch):
-    """The last program of a launch counts it."""
-    if tl.atomic_add(state + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    """The last program of a launch counts it. Relaxed: a program is here once it has used what it
+    read of the state, and the next launch looks after the end of this one."""
+    if tl.num_programs(0) == 1:
+        tl.store(state, launch)
+    elif tl.atomic_add(state + 1, 1, sem="relaxed") == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         tl.store(state, launch)
 
@@ -67,12 +69,11 @@ def _sum_of_ranks(buffers, start, at, inside, WORLD: tl.constexpr):
 
 @triton.jit
 def _finish_row(
-    tile, row, rows, at, column, inside, weight, normed, values, scales, width, eps,
+    tile, row, rows, at, inside, gain, normed, values, scales, width, eps,
     GROUPS: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Norms a row of sums, and leaves it in fp8 as well where something reads it so."""
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    result = to_bf16(norm_tile(tile, gain, width, eps))
+    result = to_bf16(norm_tile(tile, gain.to(tl.float32), width, eps))
     tl.store(normed + at, result, mask=inside)
     if QUANTISE:
         group = tl.arange(0, GROUPS)
@@ -114,8 +115,9 @@ def one_shot(
     let_next_start()
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
-    lines = tl.arange(0, 2 * GROUPS) * 64
-    prefetch(weight + lines, lines < width)
+    # Known before the step: behind the exchange they would be waited for.
+    gain = tl.load(weight + column, mask=inside, other=0.0)
+    peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
     wait_for_previous()
     launch = tl.load(state) + 1
     half = (launch & 1).to(tl.int64) * capacity
@@ -124,7 +126,7 @@ def one_shot(
         for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
             at = row * width + column
             tl.store(own + at, tl.load(x + at, mask=inside), mask=inside)
-        _raise_flags(signals, tl.program_id(0), launch, RANK, WORLD)
+        _raise_flags(peers, tl.program_id(0), launch, RANK, WORLD)
     if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
         _await_flags(signals, tl.program_id(0), launch, RANK, WORLD)
         for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -135,7 +137,7 @@ def one_shot(
             rounded = to_bf16(tile)
             tl.store(total + at, rounded, mask=inside)
             _finish_row(
-                rounded.to(tl.float32), row, rows, at, column, inside, weight, normed, values,
+                rounded.to(tl.float32), row, rows, at, inside, gain, normed, values,
                 scales, width, eps, GROUPS, QUANTISE,
             )  # fmt: skip
         _leave(state, launch)
@@ -176,8 +178,9 @@ def two_shot(
     groups = tl.cdiv(rows, WORLD)
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
-    lines = tl.arange(0, 2 * GROUPS) * 64
-    prefetch(weight + lines, lines < width)
+    # Known before the step: behind the exchange they would be waited for.
+    gain = tl.load(weight + column, mask=inside, other=0.0)
+    peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
     wait_for_previous()
     launch = tl.load(state) + 1
     half = (launch & 1).to(tl.int64) * capacity
@@ -188,7 +191,7 @@ def two_shot(
             for row in tl.range(group * WORLD, tl.minimum(group * WORLD + WORLD, rows)):
                 at = row * width + column
                 tl.store(own + half + at, tl.load(x + at, mask=inside), mask=inside)
-        _raise_flags(signals, pid, launch, RANK, WORLD)
+        _raise_flags(peers, pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == EXCHANGE:  # noqa: SIM109
         _await_flags(signals, pid, launch, RANK, WORLD)
         for group in tl.range(pid, groups, programs):
@@ -202,7 +205,7 @@ def two_shot(
                 for rank in tl.range(WORLD):
                     their = _peer(buffers, rank, tl.bfloat16) + sums
                     tl.store(their + at, rounded, mask=inside)
-        _raise_flags(signals, programs + pid, launch, RANK, WORLD)
+        _raise_flags(peers, programs + pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
         _await_flags(signals, programs + pid, launch, RANK, WORLD)
         for group in tl.range(pid, groups, programs):
@@ -211,7 +214,7 @@ def two_shot(
                 value = tl.load(own + sums + at, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(total + at, value, mask=inside)
                 _finish_row(
-                    value.to(tl.float32), row, rows, at, column, inside, weight, normed, values,
+                    value.to(tl.float32), row, rows, at, inside, gain, normed, values,
                     scales, width, eps, GROUPS, QUANTISE,
                 )  # fmt: skip
         _leave(state, launch)

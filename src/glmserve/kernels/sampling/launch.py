@@ -18,7 +18,7 @@ from . import kernel, limits
 from .rows import SamplingRows
 
 MAX_VOCABULARY = 1 << 18  # a histogram's element holds that many counts
-_BLOCK, _GREEDY_BLOCK = 128, 1024
+_BLOCK, _GREEDY_BLOCK = 256, 16384
 _COUNT_BLOCK = 512
 _PROGRAMS = 4224  # of one warp: what 132 multiprocessors hold at once
 _EXACT = {"enable_fp_fusion": False}  # reference.py rounds after each operation
@@ -93,10 +93,9 @@ def greedy(logits: Tensor, shard: Shard, scratch: Scratch, decode: bool) -> Tens
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
-    splits, blocks = _split(rows, shard.width, _GREEDY_BLOCK)
-    kernel.greedy[(splits, rows)](
-        logits, scratch.best, scratch.arrived, out, shard.width, shard.first, shard.valid,
-        splits, blocks, int(decode), _GREEDY_BLOCK, num_warps=1, **pdl(),
+    kernel.greedy[(rows,)](
+        logits, out, shard.width, shard.first, shard.valid, int(decode), _GREEDY_BLOCK,
+        num_warps=16, **pdl(),
     )  # fmt: skip
     return out
 
