@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from glmserve.config import MOST_STEPS_IN_FLIGHT
+from glmserve.errors import EngineError
 from glmserve.kernels.row_state import columns, send_results
 
 Lines = npt.NDArray[np.int32]
@@ -31,27 +32,36 @@ class ResultSlots:
         words = columns.SLOT_HEAD + sequences * self._width
         self._slots = torch.zeros(SLOTS, words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._sent = torch.zeros(1, dtype=torch.int64, device=device)
-        self._launched = 0
+        self.restart()
 
     def send(self, results: Tensor) -> None:
         """The operator that graphs end with: results [S, width] int32 of the device."""
         send_results(results, self._slots, self._sent)
 
     def restart(self) -> None:
-        """Forgets what was sent while graphs were made."""
+        """Forgets what was sent, and by replays that took no slot."""
         self._sent.zero_()
-        self._launched = 0
+        self._taken = 0
+        self._unread = [False] * SLOTS
 
-    def launched(self, sequences: int) -> Callable[[], Lines]:
-        """To be called for every replay, in order; what it returns reads the results
-        [sequences, width] once the step is done."""
-        slot, self._launched = self._slots[self._launched % SLOTS], self._launched + 1
-        number, words = self._launched, sequences * self._width
+    def take(self, sequences: int) -> Callable[[], Lines]:
+        """To be called before every replay, in order; what it returns reads the results
+        [sequences, width] once the step is done, and has to be called.
+
+        Raises EngineError when the replay would write over results that nobody has read.
+        """
+        place = self._taken % SLOTS
+        if self._unread[place]:
+            raise EngineError(f"{SLOTS} steps are launched and the first one's result is not read")
+        self._unread[place] = True
+        self._taken += 1
+        number, words = self._taken, sequences * self._width
 
         def read() -> Lines:
-            line: Lines = slot.numpy()
+            line: Lines = self._slots[place].numpy()
             assert line[0] == number & 0x7FFFFFFF, (line[0], number)
-            lines = line[columns.SLOT_HEAD : columns.SLOT_HEAD + words]
+            lines = line[columns.SLOT_HEAD : columns.SLOT_HEAD + words].copy()
+            self._unread[place] = False
             return lines.reshape(sequences, self._width)
 
         return read

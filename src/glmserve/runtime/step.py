@@ -123,6 +123,7 @@ class StepRunner:
             self.graphs.capture(layouts, self.forward, self.finish, self.slots.send, progress)
             self.slots.restart()
         self.load.totals.zero_()  # what was only tried is no load
+        to_host(self.load.totals)  # the pinned memory of later reports: no step waits for it
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Pending:
@@ -195,10 +196,11 @@ class StepRunner:
         reported = self.reporter.asked(plan, places)
         if not (plan.masks_follow or reported):
             step = captured.whole[variant]
+            pending.results = self.slots.take(step.sequences)
             step.graph.replay()
-            pending.results = self.slots.launched(step.sequences)
             return
         head, tail = captured.head, captured.tail
+        pending.results = self.slots.take(tail.sequences)
         head.graph.replay()
         pending.prompt_logprobs = self.reporter.of_prompts(
             plan, places, captured.layout, head.hidden
@@ -206,7 +208,6 @@ class StepRunner:
         own = head.logits.clone() if plan.masks_follow and reported else head.logits
         self._mask(plan, places, head.logits)
         tail.graph.replay()
-        pending.results = self.slots.launched(tail.sequences)
         pending.logprobs = self.reporter.of_draws(places, own, tail.draws)
 
     def _run_eagerly(
