@@ -121,4 +121,4 @@ class StandInPeers(PeerBoundary):
             self._group.received["boundary"] += 2 * others * partial.nbytes // memory.size
         else:
             self._group.received["boundary"] += others * partial.nbytes
-        return self._boundary(memory, partial, residual, weight, eps, quantised)
+        return super().__call__(partial, residual, weight, eps, quantised)

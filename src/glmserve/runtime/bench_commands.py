@@ -28,12 +28,19 @@ def add_subcommands(subparsers: Any) -> None:
     bench.add_argument(
         "--config", required=True, help="checkpoint directory, config.json or glm-5.2-fp8"
     )
-    bench.add_argument("--ranks", type=int, default=8)
-    bench.add_argument("--rank", type=int, default=0)
+    bench.add_argument("--ranks", type=int, default=8, help="that share the model")
+    bench.add_argument("--rank", type=int, default=0, help="which of them is measured")
     bench.add_argument("--synthetic", action="store_true", help="random weights, no files of them")
-    bench.add_argument("--expert-layout", choices=["ep", "sliced"], default="ep")
-    bench.add_argument("--device", choices=["cpu", "cuda"])
-    bench.add_argument("--dtype", choices=["fp64", "fp32", "bf16"])
+    bench.add_argument(
+        "--expert-layout",
+        choices=["ep", "sliced"],
+        default="ep",
+        help="whole experts a rank, or columns",
+    )
+    bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    bench.add_argument(
+        "--dtype", choices=["fp64", "fp32", "bf16"], help="default: bf16 on a GPU, else fp32"
+    )
     bench.add_argument(
         "--rows", type=_numbers, default=[1, 6, 32, 192], help="of a decode step: 1,6,32,192"
     )
