@@ -3,8 +3,8 @@
 
 For the block preset (or --checkpoint), each number of drafts and each bucket of rows: the time of a
 replayed step, of the same step launched eagerly, and of a step while the whole engine plans it (the
-shortest of a few runs); the kernels of a replay by name, the gaps inside it and between replays, and
-what a layer of each kind takes. Writes bench/results/step.json.
+shortest of a few runs); the kernels of a replay by name, the gaps inside it and between replays,
+and what a layer of each kind takes. Writes bench/results/step.json.
 """
 
 from __future__ import annotations
