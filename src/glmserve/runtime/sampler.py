@@ -182,9 +182,8 @@ class _Kernels:
     def greedy(self, logits: Tensor) -> Tensor:
         from glmserve.kernels.sampling import launch
 
-        scratch = self.scratch_for(len(logits), logits.device)
         alone = self.group.size == 1
-        out = launch.greedy(logits.contiguous(), launch.Shard(*self._place), scratch, alone)
+        out = launch.greedy(logits.contiguous(), launch.Shard(*self._place), alone)
         return out if alone else launch.join(self.group.all_gather(out))
 
     def sample(self, logits: Tensor, rows: SamplingRows, limits: bool) -> Tensor:

@@ -59,8 +59,9 @@ def largest_of(pairs, row, ranks, lines):
 
 @triton.jit
 def arrive(best, arrived, out, row, splits, decode):
-    """The last program of a row writes its pair, or (decode) its id."""
-    if tl.atomic_add(arrived + row * ARRIVED_LINE, 1) == splits - 1:  # orders what lies around it
+    """The last program of a row writes its pair, or (decode) its id. What a program added to `best`
+    is there, acquired, before it comes here: no store is waited for."""
+    if tl.atomic_add(arrived + row * ARRIVED_LINE, 1, sem="acquire") == splits - 1:
         joined = tl.atomic_xchg(best + row * BEST_LINE, LOWEST, sem="relaxed")
         tl.store(arrived + row * ARRIVED_LINE, 0)
         if decode:
@@ -189,7 +190,7 @@ def draw(
     # Without any column that may be drawn, it is the first of all.
     pair = pair_of(tl.full([], NOTHING, tl.float32), group * 4 + tl.maximum(start, offset))
     pair = tl.maximum(pair, tl.max(tl.where(x > NOTHING, pair_of(value, id), LOWEST), 0))
-    known = tl.maximum(tl.atomic_max(best + row * BEST_LINE, pair, sem="relaxed"), pair)
+    known = tl.maximum(tl.atomic_max(best + row * BEST_LINE, pair, sem="acquire"), pair)
     left = tl.max(next_b, 0)
     if (t > 0) & (left > NOTHING) & (left >= value_in(known)):
         for block in range(blocks):
@@ -202,7 +203,7 @@ def draw(
             words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
             pairs = tl.where(logit > NOTHING, pair_of(logit + noise_of(words), ids), LOWEST)
             pair = tl.maximum(pair, tl.max(pairs, 0))
-        tl.atomic_max(best + row * BEST_LINE, pair, sem="relaxed")
+        tl.atomic_max(best + row * BEST_LINE, pair, sem="acquire")
     arrive(best, arrived, out, row, splits, decode)
 
 

@@ -71,11 +71,11 @@ def unserved(dtype: torch.dtype, vocabulary: int) -> dict[str, object]:
     return wrong
 
 
-def _check(logits: Tensor, shard: Shard, scratch: Scratch, rows: SamplingRows | None) -> None:
+def _check(logits: Tensor, shard: Shard, scratch: Scratch, rows: SamplingRows) -> None:
     """What the kernels take for granted."""
     assert logits.is_contiguous() and logits.shape[1] == shard.width, (logits.shape, shard)
     assert len(logits) <= scratch.rows, (logits.shape, scratch.rows)
-    for index in (rows.rows, rows.positions) if rows else ():
+    for index in (rows.rows, rows.positions):
         assert index.shape == logits.shape[:1] and index.is_contiguous(), index.shape
 
 
@@ -86,9 +86,9 @@ def _split(rows: int, width: int, block: int) -> tuple[int, int]:
     return -(-total // blocks), blocks
 
 
-def greedy(logits: Tensor, shard: Shard, scratch: Scratch, decode: bool) -> Tensor:
+def greedy(logits: Tensor, shard: Shard, decode: bool) -> Tensor:
     """Ids [R] int64, or, to be joined with other shards' by `join`, pairs."""
-    _check(logits, shard, scratch, None)
+    assert logits.is_contiguous() and logits.shape[1] == shard.width, (logits.shape, shard)
     rows = len(logits)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
@@ -156,7 +156,7 @@ def find_cuts(
     t_stride, k_stride, p_stride, m_stride = (
         x.stride(0) for x in (temperature, top_k, top_p, min_p)
     )
-    largest = gather(greedy(logits, shard, scratch, False))
+    largest = gather(greedy(logits, shard, False))
     ranks = len(largest)
 
     def counted(which: int) -> Tensor:
