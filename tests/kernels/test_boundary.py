@@ -36,8 +36,11 @@ def make_group(size: int, device: torch.device) -> tuple[list[launch.PeerMemory]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_gets_the_bits_of_the_rank_order_sum(device: torch.device, size: int) -> None:
+def test_every_rank_gets_the_bits_of_the_rank_order_sum(
+    device: torch.device, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memories, alive = make_group(size, device)
+    monkeypatch.setattr(launch, "MAX_PROGRAMS", 4)  # so that programs have several rows
     weight = torch.randn(WIDTH).bfloat16().to(device)
     for rows, two_shot in ((1, False), (5, True), (16, True), (7, False), (3, True)):
         partials = [torch.randn(rows, WIDTH) * 10 ** (r % 3) for r in range(size)]

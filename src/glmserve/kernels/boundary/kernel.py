@@ -168,14 +168,13 @@ def two_shot(
 ):
     """Each rank sums its share of the rows and hands the rounded sums to all: for many rows.
 
-    Row r is rank r % WORLD's; the sums lie behind the partials, buffers being [4, capacity] bf16
-    and flags [2, programs, WORLD]. A program owns whole groups of WORLD rows in every phase, so
-    it waits for the peers' programs of its own number only. The bits are those of `one_shot`.
+    The sums lie behind the partials, buffers being [4, capacity] bf16 and flags [2, programs,
+    WORLD]. A program has the same rows in every phase, so it waits for the peers' programs of its
+    own number only; the ranks sum its rows in turn. The bits are those of `one_shot`.
     """
     let_next_start()
     programs = tl.num_programs(0)
     pid = tl.program_id(0)
-    groups = tl.cdiv(rows, WORLD)
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
     # Known before the step: behind the exchange they would be waited for.
@@ -187,34 +186,31 @@ def two_shot(
     sums = half + 2 * capacity.to(tl.int64)
     own = _peer(buffers, RANK, tl.bfloat16)
     if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
-        for group in tl.range(pid, groups, programs):
-            for row in tl.range(group * WORLD, tl.minimum(group * WORLD + WORLD, rows)):
-                at = row * width + column
-                tl.store(own + half + at, tl.load(x + at, mask=inside), mask=inside)
+        for row in tl.range(pid, rows, programs):
+            at = row * width + column
+            tl.store(own + half + at, tl.load(x + at, mask=inside), mask=inside)
         _raise_flags(peers, pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == EXCHANGE:  # noqa: SIM109
         _await_flags(signals, pid, launch, RANK, WORLD)
-        for group in tl.range(pid, groups, programs):
-            row = group * WORLD + RANK
-            if row < rows:
-                at = row * width + column
-                tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
-                if RESIDUAL:
-                    tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-                rounded = to_bf16(tile)
-                for rank in tl.range(WORLD):
-                    their = _peer(buffers, rank, tl.bfloat16) + sums
-                    tl.store(their + at, rounded, mask=inside)
+        first = pid + (RANK + WORLD - pid % WORLD) % WORLD * programs
+        for row in tl.range(first, rows, programs * WORLD):
+            at = row * width + column
+            tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
+            if RESIDUAL:
+                tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            rounded = to_bf16(tile)
+            for rank in tl.range(WORLD):
+                their = _peer(buffers, rank, tl.bfloat16) + sums
+                tl.store(their + at, rounded, mask=inside)
         _raise_flags(peers, programs + pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
         _await_flags(signals, programs + pid, launch, RANK, WORLD)
-        for group in tl.range(pid, groups, programs):
-            for row in tl.range(group * WORLD, tl.minimum(group * WORLD + WORLD, rows)):
-                at = row * width + column
-                value = tl.load(own + sums + at, mask=inside, other=0.0, cache_modifier=".cg")
-                tl.store(total + at, value, mask=inside)
-                _finish_row(
-                    value.to(tl.float32), row, rows, at, inside, gain, normed, values,
-                    scales, width, eps, GROUPS, QUANTISE,
-                )  # fmt: skip
+        for row in tl.range(pid, rows, programs):
+            at = row * width + column
+            value = tl.load(own + sums + at, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(total + at, value, mask=inside)
+            _finish_row(
+                value.to(tl.float32), row, rows, at, inside, gain, normed, values, scales, width,
+                eps, GROUPS, QUANTISE,
+            )  # fmt: skip
         _leave(state, launch)

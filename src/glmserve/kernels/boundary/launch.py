@@ -65,9 +65,10 @@ def boundary(
         two_shot = takes_two_shots(memory.size, rows, width)
     normed, total = out or (torch.empty_like(partial), torch.empty_like(partial))
     rows8 = empty_rows(rows, width, partial.device) if quantised else None
-    units = -(-rows // memory.size) if two_shot else rows
+    # Whole rounds of rows: the programs that have one more would be waited for.
+    programs = -(-rows // max(1, -(-rows // MAX_PROGRAMS)))
     function = kernel.two_shot if two_shot else kernel.one_shot
-    function[(min(units, MAX_PROGRAMS),)](
+    function[(programs,)](
         partial, memory.buffers, memory.signals, memory.state,
         partial if residual is None else residual, weight, normed, total,
         normed if rows8 is None else rows8.values, weight if rows8 is None else rows8.scales,
