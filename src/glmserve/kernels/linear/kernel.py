@@ -9,7 +9,7 @@ else is in the step, a row's result has the same bits.
 import triton
 import triton.language as tl
 
-from ..triton_common import dot, to_bf16
+from ..triton_common import dot, let_next_start, to_bf16
 
 SCALE_BLOCK = tl.constexpr(128)
 
@@ -138,6 +138,7 @@ def few_rows(
 
     SPLIT: each chunk has its own program (`merge_chunks`; tickets are 0 before and after).
     """
+    let_next_start()
     blocks = depth // BK
     per = tl.cdiv(blocks, chunks)
     ways = 1
@@ -204,6 +205,7 @@ def many_rows(
     Programs walk down bands of BAND row tiles, so that a band's rows stay in L2 while the weight
     passes once. CHUNKED: there is more than one chunk.
     """
+    let_next_start()
     blocks = depth // BK
     per = tl.cdiv(blocks, chunks)
     ways = 1
