@@ -15,7 +15,7 @@ import torch
 
 from bench.registry import Case, Problem, arithmetic_us, memory_us
 from glmserve.kernels.experts import ExpertWeight, Int4Weight, fused_launch, launch, reference
-from glmserve.kernels.experts.pairs import block_rows, empty_pairs
+from glmserve.kernels.experts.pairs import MANY_ROWS, empty_pairs
 from glmserve.kernels.experts.reference import first_tensor
 from glmserve.kernels.linear import QuantWeight
 from glmserve.kernels.quantise import quantise
@@ -114,7 +114,7 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         )
     )  # fmt: skip
     for rows in (1, 48, 192, 1024):
-        pairs = empty_pairs(rows * TOP_K, 32, block_rows(rows), device)
+        pairs = empty_pairs(rows * TOP_K, 32, fused_launch.block_rows(rows), device)
         quantised = quantise(torch.empty(rows, WIDTH, dtype=torch.bfloat16, device=device))
         shares = torch.empty(rows, TOP_K, dtype=torch.float32, device=device)
 
@@ -190,14 +190,16 @@ def gemm_problem(rows: int, which: int) -> Problem:
     depth = first_tensor(weight).shape[2]
     top_k = TOP_K if which == 0 else 0
     x = quantise(torch.randn(rows * (1 if top_k else TOP_K), depth, device="cuda").bfloat16())
-    sorted_pairs = [launch.sort_pairs(ids, 0, EP[0]) for ids in choices]
+    fused = rows <= fused_launch.MOST_ROWS
+    tile = fused_launch.block_rows(rows) if fused else MANY_ROWS
+    sorted_pairs = [launch.sort_pairs(ids, 0, EP[0], tile) for ids in choices]
     outs: dict[int, object] = {}
     shares = torch.rand(rows, TOP_K, device="cuda")
     shared = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
 
     def run(i: int) -> None:
         assert isinstance(weight, QuantWeight)
-        if rows > fused_launch.MOST_ROWS:
+        if not fused:
             outs[i] = launch.grouped_linear(x, weight, sorted_pairs[i], top_k)
         elif top_k:
             outs[i] = fused_launch.activated(x, sorted_pairs[i], top_k, weight, shared)
@@ -218,6 +220,8 @@ def cases() -> Iterator[Case]:
                 floor_us("fp8", hit, pairs, n, k),
                 0.0,  # what is computed is checked by the whole block's rows
                 PEERS[rows][which],
+                None,
+                {"peer_is": "the product alone"} if rows <= fused_launch.MOST_ROWS else {},
             )
     table = [("fp8", EP, (1, 6, 32, 192, 1024, 4096, 8192)), ("fp8", SLICED, (1, 6, 32, 192, 8192))]
     table += [("bf16", EP, (1, 32, 192, 4096))]

@@ -9,7 +9,7 @@ import torch
 
 from bench.registry import Case, Problem, memory_us
 from glmserve.kernels.router import ChoiceCount, reference
-from glmserve.kernels.router.launch import route
+from glmserve.kernels.router.launch import route, route_sorted
 
 EXPERTS, WIDTH, TOP_K, SCALE = 256, 6144, 8, 2.5
 
@@ -31,6 +31,13 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
                 f"{rows} {dtype}",
                 lambda x=x, g=gate, b=bias, c=count: route(x, g, b, TOP_K, SCALE, c),
             )
+            if rows == 1 and dtype == torch.bfloat16:  # a single row's choice sorts its pairs too
+                yield (
+                    "1 row, sorted",
+                    lambda x=x, g=gate, b=bias, c=count: route_sorted(
+                        x, g, b, TOP_K, SCALE, c, 0, 32, 16
+                    ),
+                )
 
 
 def problem(rows: int, dtype: torch.dtype) -> Problem:

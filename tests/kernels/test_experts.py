@@ -52,7 +52,7 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles(
     device: torch.device, rows: int, experts: int, local: int, first: int
 ) -> None:
     ids = choices(rows, experts, 8)
-    pairs = launch.sort_pairs(ids.to(device), first, local)
+    pairs = launch.sort_pairs(ids.to(device), first, local, 16)
     flat = (ids.flatten() - first).tolist()
     want = [i for e in range(local) for i, held in enumerate(flat) if held == e]
     assert pairs.order[: len(want)].tolist() == want
@@ -108,8 +108,8 @@ def test_no_local_expert_leaves_the_shared_part(device: torch.device) -> None:
     assert torch.equal(got.cpu(), shared)
 
 
-@pytest.mark.parametrize("block_m", [16, 32, 64])
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "int4 g32"])
+@pytest.mark.parametrize("block_m", [16, 64])
 def test_a_row_has_the_same_bits_in_every_tile_height(
     device: torch.device, kind: str, block_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_row_has_the_same_bits_in_every_tile_height(
         return launch.experts(x_, ids_, shares_, up, down, 0, shared_)
 
     alone = run(slice(4, 5))
-    monkeypatch.setattr(launch, "block_rows", lambda rows: block_m)
+    monkeypatch.setattr(launch, "_block_rows", lambda rows: block_m)
     assert torch.equal(run(slice(0, 9))[4:5], alone)
 
 
@@ -140,17 +140,16 @@ def test_long_sums_have_the_same_bits_split_and_whole(
     x = torch.randn(2, 4096).bfloat16().to(device)
     ids = torch.zeros(2, 1, dtype=torch.int64, device=device)
 
-    def run() -> torch.Tensor:
-        parts = launch.grouped_linear(x, weight, launch.sort_pairs(ids, 0, 1), 1)
+    def run(tile: int) -> torch.Tensor:
+        parts = launch.grouped_linear(x, weight, launch.sort_pairs(ids, 0, 1, tile), 1)
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part.float()
         return total.bfloat16()
 
-    usual = run()
-    monkeypatch.setattr(launch, "block_rows", lambda rows: block_m)
+    usual = run(16)
     monkeypatch.setattr(launch, "_SPLIT_PAIRS", split_pairs)
-    assert torch.equal(run(), usual)
+    assert torch.equal(run(block_m), usual)
 
 
 def test_nibbles_are_packed_from_the_low_bits_up() -> None:
@@ -179,4 +178,7 @@ def test_unserved_dimensions_are_named() -> None:
     assert launch.unserved(x.double(), plain, odd) == {
         "dtype": torch.float64,
         "down input width": 100,
+    }
+    assert launch.unserved(x, plain, make_weight("fp8", 1, 256, 256)) == {
+        "gate_up and down": ("Tensor", "QuantWeight")
     }

@@ -8,7 +8,7 @@ import torch
 
 from glmserve.kernels.experts import fused_launch, launch, reference
 from glmserve.kernels.experts.combining import combine
-from glmserve.kernels.experts.pairs import MANY_ROWS, block_rows
+from glmserve.kernels.experts.pairs import MANY_ROWS
 from glmserve.kernels.linear import QuantWeight, quantise_weight
 from glmserve.kernels.linear import launch as linear_launch
 from glmserve.kernels.linear.reference import quant_linear
@@ -34,7 +34,7 @@ class Layer:
 
     def fused(self, x, ids, shares, first=0, block_m=None):  # type: ignore[no-untyped-def]
         x, ids, shares = (t.contiguous().to(self.device) for t in (x, ids, shares))
-        block_m = block_m or block_rows(len(x))
+        block_m = block_m or fused_launch.block_rows(len(x))
         pairs = launch.sort_pairs(ids, first, self.local, block_m)
         rows = quantise_launch.quantise(x)
         up, down, *shared = self.weights
@@ -68,7 +68,7 @@ class Layer:
 
 def make_rows(rows: int, experts: int, top_k: int, depth: int) -> tuple[torch.Tensor, ...]:
     x = torch.randn(rows, depth)
-    x[:, 3] *= 40
+    x[:, 3] *= 4
     return x.bfloat16(), choices(rows, experts, top_k), torch.rand(rows, top_k)
 
 
@@ -98,11 +98,11 @@ def test_has_the_bits_of_separate_kernels(
     assert not linear_launch.workspace(got.device)[1].any()
 
 
-@pytest.mark.parametrize("combine_rows", [0, 64], ids=["combined apart", "combined in place"])
+@pytest.mark.parametrize("split_pairs", [0, 64], ids=["combined apart", "combined in place"])
 def test_no_local_expert_leaves_the_shared_part(
-    device: torch.device, combine_rows: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, split_pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_launch, "_COMBINE_ROWS", combine_rows)
+    monkeypatch.setattr(fused_launch, "_SPLIT_PAIRS", split_pairs)
     layer = Layer(device, 2, 128, 256, 384)
     inputs = make_rows(5, 6, 2, 384)
     got = layer.fused(*inputs, first=6)
@@ -110,22 +110,20 @@ def test_no_local_expert_leaves_the_shared_part(
 
 
 @pytest.mark.parametrize(
-    ("block_m", "split_pairs", "combine_rows"),
-    [(16, 0, 0), (16, 1 << 20, 64), (32, 0, 64)],
+    ("block_m", "split_pairs"),
+    [(16, 0), (16, 1 << 20), (32, 0)],
     ids=["whole", "split", "tall"],
 )
 def test_a_row_of_long_sums_has_the_same_bits_in_every_form(
     device: torch.device,
     block_m: int,
     split_pairs: int,
-    combine_rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = Layer(device, 2, 128, 128, 4096)
     x, ids, shares = make_rows(18, 2, 1, 4096)
     alone = layer.fused(x[17:], ids[17:], shares[17:])
     monkeypatch.setattr(fused_launch, "_SPLIT_PAIRS", split_pairs)
-    monkeypatch.setattr(fused_launch, "_COMBINE_ROWS", combine_rows)
     assert torch.equal(layer.fused(x, ids, shares, block_m=block_m)[17:], alone)
 
 

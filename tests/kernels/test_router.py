@@ -85,12 +85,12 @@ def test_choices_are_counted_without_padding(device: torch.device, experts: int)
     ("rows", "experts", "first", "local", "block_m"),
     [(1, 24, 0, 24, 16), (5, 40, 8, 20, 16), (30, 16, 4, 3, 4), (9, 64, 60, 4, 16)],
 )
-def test_the_last_row_to_choose_sorts_the_pairs(
+def test_the_chosen_pairs_come_sorted(
     device: torch.device, rows: int, experts: int, first: int, local: int, block_m: int
 ) -> None:
     inputs = [t.to(device) for t in make(rows, experts, 128, torch.bfloat16)]
     want_ids, want_weights = route(*inputs, 8, 2.5)
-    for _ in range(2):  # tickets are as they were
+    for _ in range(2):
         ids, weights, got = route_sorted(*inputs, 8, 2.5, None, first, local, block_m)
         assert torch.equal(ids, want_ids)
         assert torch.equal(weights, want_weights)

@@ -14,7 +14,7 @@ from ..dispatch import use_kernel
 from ..linear.reference import QuantWeight
 from ..quantise.reference import QuantRows
 from . import reference
-from .pairs import SortedPairs, block_rows
+from .pairs import SortedPairs
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
 __all__ = [
@@ -85,7 +85,7 @@ def fused_tile(
     weights = (gate_up, down, shared_gate_up, shared_down)
     if not fused_launch.serves(len(x), x.dtype, weights):
         return None
-    return block_rows(len(x))
+    return fused_launch.block_rows(len(x))
 
 
 def fused_ffn(

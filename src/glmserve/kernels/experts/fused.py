@@ -61,10 +61,11 @@ def _up_item(
     depth, chunks, group, sub, chunk, partial, stride, ticket, out, scales,
     HALF: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """HALF gate and up columns of one tile of rows; SPLIT: of one K chunk, else of all.
+    """HALF gate and up columns of one tile of rows; SPLIT: of one K chunk, else of all. Programs
+    that share a group of 128 columns leave their sums, and the last one of them finishes it.
 
     first_row, first_line: of the expert in weight [.., depth] and weight_scales [.., depth / 128].
-    partial [chunks, stride, 2 inner] by position; out, scales as `QuantRows` of `stride` rows.
+    partial [chunks or 1, stride, 2 inner] by position; out, scales as `QuantRows` of `stride` rows.
     """
     blocks = depth // GROUP
     per = tl.cdiv(blocks, chunks)
@@ -78,35 +79,39 @@ def _up_item(
     gate_line = weight_scales + (first_line + group) * blocks
     up_line = gate_line + (inner // GROUP) * blocks
     x_line = x_scales + row
+    ways = 1
     if SPLIT:
+        ways = chunks
         begin = chunk * per
         acc = _gate_and_up(
             x_tile, x_line, x_rows, w_tile, gate_line, up_line, is_gate, begin,
             tl.minimum(begin + per, blocks), real, 2 * HALF, BM, STAGES,
         )  # fmt: skip
+    else:
+        acc = tl.zeros([2 * HALF, BM], tl.float32)
+        for begin in tl.range(0, blocks, per):
+            acc += _gate_and_up(
+                x_tile, x_line, x_rows, w_tile, gate_line, up_line, is_gate, begin,
+                tl.minimum(begin + per, blocks), real, 2 * HALF, BM, STAGES,
+            )  # fmt: skip
+    if SPLIT or HALF < GROUP:
         base = partial + position.to(tl.int64) * (2 * inner)
         step = stride.to(tl.int64) * (2 * inner)
         tl.store(base[None, :] + chunk * step + n[:, None], acc, mask=real[None, :])
         tl.debug_barrier()  # every thread's partials before the ticket
-        last = chunks * (GROUP // HALF) - 1
+        last = ways * (GROUP // HALF) - 1
         if tl.atomic_add(ticket, 1, sem="acq_rel") == last:
             tl.store(ticket, 0)
             at = base[:, None] + (group * GROUP + k)[None, :]
             some = real[:, None]
             gate = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
             up = tl.load(at + inner, mask=some, other=0.0, cache_modifier=".cg")
-            for other in tl.range(1, chunks):
+            for other in tl.range(1, ways):
                 gate += tl.load(at + other * step, mask=some, other=0.0, cache_modifier=".cg")
                 up += tl.load(at + other * step + inner, mask=some, other=0.0, cache_modifier=".cg")
             _activate(gate, up, out, scales, group, inner, stride, position, real)
     else:
-        total = tl.zeros([2 * HALF, BM], tl.float32)
-        for begin in tl.range(0, blocks, per):
-            total += _gate_and_up(
-                x_tile, x_line, x_rows, w_tile, gate_line, up_line, is_gate, begin,
-                tl.minimum(begin + per, blocks), real, 2 * HALF, BM, STAGES,
-            )  # fmt: skip
-        both = tl.permute(tl.reshape(total, [2, HALF, BM]), [2, 1, 0])
+        both = tl.permute(tl.reshape(acc, [2, HALF, BM]), [2, 1, 0])
         gate, up = tl.split(both)
         _activate(gate, up, out, scales, group, inner, stride, position, real)
 

@@ -14,11 +14,10 @@ from ..quantise.launch import empty_rows
 from ..quantise.reference import GROUP, QuantRows
 from . import fused
 from .combining import combine
-from .pairs import SortedPairs, long_sum_chunks
+from .pairs import FEW_ROWS, SortedPairs, long_sum_chunks
 
 MOST_ROWS = 1536  # more are served by the separate kernels
-_SPLIT_PAIRS = 256  # pairs up to which K chunks have programs of their own
-_COMBINE_ROWS = 64  # rows up to which the last program of a column adds the experts up
+_SPLIT_PAIRS = 256  # pairs up to which work is spread thin: K chunks have programs of their own
 _MULTIPROCESSORS = 132
 
 # The shared expert's gate_up and down, or what it gave [R, D].
@@ -36,12 +35,18 @@ class Form(NamedTuple):
 
 def _up_form(split: bool, block_m: int) -> Form:
     if split:
-        return Form(64, 5, 4, 2)
+        return Form(64, 4, 4, 3)
     return Form(128, 3, 8, 2) if block_m == 16 else Form(128, 4, 8, 1)
 
 
 def _down_form(split: bool) -> Form:
     return Form(64, 6, 4, 3) if split else Form(128, 4, 4, 2)
+
+
+def block_rows(rows: int) -> int:
+    """Rows of a tile, by the rows that an expert gets on average: GLM has 256 experts, 8 a row, so
+    R rows give it R / 32."""
+    return FEW_ROWS if rows <= 256 else 32
 
 
 def serves(rows: int, dtype: torch.dtype, weights: tuple[object, ...]) -> bool:
@@ -90,12 +95,13 @@ def activated(
     _, tickets = workspace(device)
     hidden = empty_rows(total, inner, device)
     ways = chunks if split else 1
-    partial = hidden.scales  # unused unless split
-    if split:
+    partial = hidden.scales  # unused where a program finishes a group by itself
+    apart = split or form.width < GROUP
+    if apart:
         partial = torch.empty(ways, total, 2 * inner, dtype=torch.float32, device=device)
     shared_inner, shared_chunks, shared_slots, shared_ways = GROUP, 1, 0, 1
     shared_up, shared_down, shared_hidden, shared_partial = gate_up, gate_up, hidden, partial
-    shared_m = 16 if split else 32
+    shared_m = 32 if form.width == GROUP else block_m
     if not isinstance(shared, torch.Tensor):
         shared_up, shared_down = shared
         shared_inner = shared_down.values.shape[1]
@@ -105,12 +111,13 @@ def activated(
         shared_partial = shared_hidden.scales
         if split:
             shared_ways = shared_chunks
+        if apart:
             shared_partial = torch.empty(
-                shared_chunks, rows, 2 * shared_inner, dtype=torch.float32, device=device
+                shared_ways, rows, 2 * shared_inner, dtype=torch.float32, device=device
             )
     shared_programs = shared_slots * subs * shared_ways
     slots = pairs.max_tiles * (inner // GROUP)
-    assert not split or slots + shared_slots <= tickets.numel()
+    assert not apart or slots + shared_slots <= tickets.numel()
     items = slots * subs * ways + shared_programs
     programs = max(shared_programs, min(items, form.programs * _MULTIPROCESSORS))
     fused.gate_up_activated[(programs,)](
@@ -148,7 +155,7 @@ def combined(
         shared_inner, shared_blocks = shared_down.values.shape[1], -(-rows // block_m)
         shared_out = torch.empty(rows, depth, dtype=torch.bfloat16, device=device)
     out = torch.empty(rows, depth, dtype=torch.bfloat16, device=device)
-    in_place = rows <= _COMBINE_ROWS and shared_blocks > 0
+    in_place = split and shared_blocks > 0  # the last program of a column adds the experts up
     items = (pairs.max_tiles + shared_blocks) * -(-depth // form.width)
     fused.down_combined[(min(items, form.programs * _MULTIPROCESSORS),)](
         *hidden, *down, *shared_hidden, *shared_down, pairs.tile_expert, pairs.tile_begin,

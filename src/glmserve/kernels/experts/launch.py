@@ -13,20 +13,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..linear.launch import plan
 from ..linear.reference import QuantWeight
+from ..pdl import pdl
 from ..quantise import launch as quantise_launch
 from ..quantise.reference import QuantRows
 from ..swiglu import launch as swiglu_launch
 from . import fused_launch, int4, kernel, sorting
 from .combining import combine
-from .pairs import MANY_ROWS, SortedPairs, block_rows, empty_pairs, long_sum_chunks
+from .pairs import FEW_ROWS, MANY_ROWS, SortedPairs, empty_pairs, long_sum_chunks
 from .reference import ExpertWeight, Int4Weight, first_tensor
 
+_SEGMENTS = 32  # of pairs to sort, at least: one compiled form up to 8192 rows of 8 pairs
 _SPLIT_PAIRS = 256  # pairs up to which the chunks of a sum get programs of their own
 
 
 def unserved(x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight) -> dict[str, object]:
     """Why no kernel runs these experts."""
     reasons: dict[str, object] = {}
+    if type(gate_up) is not type(down):
+        reasons["gate_up and down"] = (type(gate_up).__name__, type(down).__name__)
     if x.dtype != torch.bfloat16:
         reasons["dtype"] = x.dtype
     for name, weight in (("gate_up", gate_up), ("down", down)):
@@ -46,12 +50,14 @@ def unserved(x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight) -> dict
     return reasons
 
 
-def sort_pairs(
-    ids: torch.Tensor, first: int, local: int, block_m: int | None = None
-) -> SortedPairs:
+def _block_rows(rows: int) -> int:
+    """Rows of a tile."""
+    return FEW_ROWS if rows <= 256 else MANY_ROWS
+
+
+def sort_pairs(ids: torch.Tensor, first: int, local: int, block_m: int) -> SortedPairs:
     """ids [R, k] int64 -> the pairs of experts [first, first + local), in tiles of block_m rows."""
     pairs, device = ids.numel(), ids.device
-    block_m = block_rows(ids.shape[0]) if block_m is None else block_m
     out = empty_pairs(pairs, local, block_m, device)
     order, place, offsets, tile_expert, tile_begin, tile_end, count, _, max_tiles = out
     bins = triton.next_power_of_2(local + 1)
@@ -61,12 +67,13 @@ def sort_pairs(
     if segments > 1:
         counts = torch.empty(segments, bins, dtype=torch.int32, device=device)
         sorting.count_pairs[(segments,)](
-            ids, counts, pairs, first, local, bins, block, num_warps=8
+            ids, counts, pairs, first, local, bins, block, num_warps=8, **pdl()
         )  # fmt: skip
     sorting.sort_pairs[(local + 1, segments)](
         ids, counts, order, place, offsets, tile_expert, tile_begin, tile_end, count, pairs, first,
-        local, block_m, max_tiles, bins, block, triton.next_power_of_2(segments),
-        num_warps=4 if block == 256 else 8,
+        local, block_m, max_tiles, bins, block,
+        1 if segments == 1 else max(_SEGMENTS, triton.next_power_of_2(segments)),
+        num_warps=4 if block == 256 else 8, **pdl(),
     )  # fmt: skip
     return out
 
@@ -88,7 +95,7 @@ def grouped_linear(
     total = pairs.order.numel()
     block_k = plan(width, depth, scaled).block_k
     chunks = long_sum_chunks(depth, block_k)
-    split = chunks > 1 and total <= _SPLIT_PAIRS
+    split = chunks > 1 and total <= _SPLIT_PAIRS and pairs.block_m < MANY_ROWS
     parts = chunks if split else 1
     dtype = torch.float32 if split else torch.bfloat16
     out = torch.empty(parts, total, width, dtype=dtype, device=values.device)
@@ -97,12 +104,10 @@ def grouped_linear(
     )  # fmt: skip
     if pairs.block_m < MANY_ROWS:
         assert not scaled, "block-fp8 rows in short tiles: `fused_launch`"
-        block_n = 64 if pairs.block_m == 16 else 128
-        columns = -(-width // block_n)
-        bytes_a_stage = (block_n + pairs.block_m) * block_k * values.element_size()
-        stages = max(2, min(5 if block_n == 64 else 4, 100_000 // bytes_a_stage))
+        columns = -(-width // 64)
+        stages = min(5, 100_000 // ((64 + pairs.block_m) * block_k * values.element_size()))
         kernel.grouped_few[(pairs.max_tiles * columns * parts,)](
-            values, w_values, *common, total, width, depth, chunks, top_k, block_n, pairs.block_m,
+            values, w_values, *common, total, width, depth, chunks, top_k, 64, pairs.block_m,
             block_k, split, stages, num_warps=4,
         )  # fmt: skip
     else:
@@ -151,13 +156,13 @@ def experts(
     if isinstance(gate_up, QuantWeight) and isinstance(down, QuantWeight):
         rows = quantise_launch.quantise(x) if quantised is None else quantised
         if fused_launch.serves(len(x), x.dtype, (gate_up, down)):
-            pairs = sort_pairs(ids, first, local)
+            pairs = sort_pairs(ids, first, local, fused_launch.block_rows(len(x)))
             return fused_launch.experts(rows, weights, pairs, gate_up, down, shared)
         pairs = sort_pairs(ids, first, local, MANY_ROWS)
         hidden = grouped_linear(rows, gate_up, pairs, ids.shape[1])
         inside = swiglu_launch.swiglu_parts_quantised(hidden, pairs.offsets[-1:])
         return combine(grouped_linear(inside, down, pairs, 0), pairs, weights, shared)
-    pairs = sort_pairs(ids, first, local)
+    pairs = sort_pairs(ids, first, local, _block_rows(len(x)))
     count = pairs.offsets[-1:]
     if isinstance(gate_up, Int4Weight) and isinstance(down, Int4Weight):
         hidden = grouped_int4(x, gate_up, pairs, ids.shape[1])

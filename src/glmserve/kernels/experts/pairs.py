@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-MANY_ROWS = 64  # rows of a tile of the many-row kernels
+FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile of the few-row and the many-row kernels
 
 
 class SortedPairs(NamedTuple):
@@ -35,15 +35,6 @@ def empty_pairs(pairs: int, local: int, block_m: int, device: torch.device) -> S
     return SortedPairs(
         order, place, offsets, tile_expert, tile_begin, tile_end, tile_count, block_m, max_tiles
     )
-
-
-def block_rows(rows: int) -> int:
-    """Rows of a tile, by the rows that an expert gets on average: GLM has 256 experts, 8 a row, so
-    R rows give it R / 32."""
-    for limit, size in ((256, 16), (1536, 32)):
-        if rows <= limit:
-            return size
-    return MANY_ROWS
 
 
 def long_sum_chunks(depth: int, block_k: int) -> int:

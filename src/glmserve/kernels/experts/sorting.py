@@ -10,11 +10,15 @@ is stable: within an expert, pairs ascend.
 import triton
 import triton.language as tl
 
+from ..triton_common import let_next_start, wait_for_previous
+
 
 @triton.jit(do_not_specialize=["pairs", "first"])
 def count_pairs(ids, counts, pairs, first, local, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """counts [segments, BINS] int32: pairs of each local expert in each segment of BLOCK pairs."""
     segment = tl.program_id(0)
+    let_next_start()
+    wait_for_previous()
     histogram = tl.histogram(_experts(ids, segment, pairs, first, local, BLOCK), BINS)
     tl.store(counts + segment * BINS + tl.arange(0, BINS), histogram)
 
@@ -50,6 +54,8 @@ def sort_pairs(
     mine = tl.program_id(0)
     segment = tl.program_id(1)
     bins = tl.arange(0, BINS)
+    let_next_start()
+    wait_for_previous()
     expert = _experts(ids, segment, pairs, first, local, BLOCK)
     if SEGMENTS == 1:
         total = tl.histogram(expert, BINS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router scores as split-K partial sums; the choice of experts of one row a program; and, where
-rows are few, the sorted pairs of the experts held here, made by the program that chose last.
+there is one row only, the sorted pairs of the experts held here.
 """
 
 import triton
@@ -89,7 +89,6 @@ def choose_experts(
     tile_begin,
     tile_end,
     tile_count,
-    tickets,
     first,
     local,
     block_m,
@@ -104,9 +103,9 @@ def choose_experts(
     """ids [rows, TOP_K] int64 ascending, weights [rows, TOP_K] fp32, of the summed parts.
 
     COUNT: totals [experts] int64 grow by the choices of rows whose row_seq is not `padding`.
-    PAIRS > 0, a power of two from rows * TOP_K on: order .. tile_count become the sorted pairs of
-    experts [first, first + local), as `sorting.sort_pairs` makes them; tickets[0] is 0 before and
-    after. BINS >= local, a power of two.
+    PAIRS > 0, a power of two from TOP_K on, for one row: order .. tile_count become the sorted
+    pairs of experts [first, first + local), as `sorting.sort_pairs` makes them. BINS >= local, a
+    power of two.
     """
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
@@ -142,14 +141,8 @@ def choose_experts(
         real = tl.load(row_seq + row) != padding
         tl.atomic_add(totals + expert, ones.to(tl.int64), mask=taken & real, sem="relaxed")
     if PAIRS > 0:
-        tl.debug_barrier()  # every thread's choice before the ticket
-        arrived = 0
-        if rows > 1:
-            arrived = tl.atomic_add(tickets, 1, sem="acq_rel")
-        if arrived == rows - 1:
-            if rows > 1:
-                tl.store(tickets, 0)
-            sort_few(
-                ids, order, place, offsets, tile_expert, tile_begin, tile_end, tile_count,
-                rows * TOP_K, first, local, block_m, max_tiles, PAIRS, BINS,
-            )  # fmt: skip
+        tl.debug_barrier()  # every thread's choice is stored
+        sort_few(
+            ids, order, place, offsets, tile_expert, tile_begin, tile_end, tile_count,
+            rows * TOP_K, first, local, block_m, max_tiles, PAIRS, BINS,
+        )  # fmt: skip

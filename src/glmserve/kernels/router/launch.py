@@ -10,20 +10,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..experts.launch import sort_pairs
 from ..experts.pairs import SortedPairs, empty_pairs
 from ..linear import kernel as linear_kernel
-from ..linear.launch import workspace
 from ..pdl import pdl
 from . import kernel
 from .count import ChoiceCount
 
+_SORTED_EXPERTS = 64  # up to which the choice of a single row sorts as well
 _SPLIT_ROWS = 256  # above, one program sums all chunks of its tile
-# Pairs and experts up to which the last program of the choice sorts.
-_SORTED_PAIRS, _SORTED_EXPERTS = 256, 64
 
 
 def chunks_of(depth: int, block: int) -> int:
-    """K chunks: two or more blocks each, at most 24 (GLM's 48 blocks of 128)."""
+    """K chunks: two or more blocks each, at most 12 (GLM's 48 blocks of 128)."""
     blocks = depth // block
-    return max(c for c in range(1, 25) if blocks % c == 0 and (blocks // c >= 2 or c == 1))
+    return max(c for c in range(1, 13) if blocks % c == 0 and (blocks // c >= 2 or c == 1))
 
 
 def unserved(x: torch.Tensor, bias: torch.Tensor) -> dict[str, object]:
@@ -59,11 +57,10 @@ def route_sorted(
     block_m: int,
 ) -> tuple[torch.Tensor, torch.Tensor, SortedPairs]:
     """`route`, and the pairs of experts [first, first + local) in tiles of block_m rows."""
-    total = x.shape[0] * top_k
-    if total > _SORTED_PAIRS or local > _SORTED_EXPERTS:
+    if len(x) > 1 or local > _SORTED_EXPERTS:
         ids, weights = route(x, gate, bias, top_k, scale, count)
         return ids, weights, sort_pairs(ids, first, local, block_m)
-    pairs = empty_pairs(total, local, block_m, x.device)
+    pairs = empty_pairs(top_k, local, block_m, x.device)
     ids, weights = _choose(x, gate, bias, top_k, scale, count, pairs, first, local)
     return ids, weights, pairs
 
@@ -87,13 +84,13 @@ def _choose(
         sorted_, block_m, max_tiles, room, bins = [ids] * 7, 0, 0, 0, 0
     else:
         sorted_, block_m, max_tiles = list(pairs[:7]), pairs.block_m, pairs.max_tiles
-        room = max(16, triton.next_power_of_2(rows * top_k))
+        room = max(16, triton.next_power_of_2(top_k))
         bins = max(16, triton.next_power_of_2(local))
     kernel.choose_experts[(rows,)](
         parts, bias, ids, weights, count.totals if count else ids, count.row_seq if count else ids,
-        count.padding if count else 0, rows, experts, scale, *sorted_, workspace(x.device)[1],
-        first, local, block_m, max_tiles, top_k, parts.shape[0],
-        triton.next_power_of_2(experts), count is not None, room, bins,
+        count.padding if count else 0, rows, experts, scale, *sorted_, first, local, block_m,
+        max_tiles, top_k, parts.shape[0], triton.next_power_of_2(experts), count is not None, room,
+        bins,
         num_warps=1 if pairs is None else 4, **pdl(),
     )  # fmt: skip
     return ids, weights

@@ -24,7 +24,7 @@ def _sum_of_parts(pointer, at, inside, stride, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "stride"])
 def swiglu_rows(
     gate_up,
     out,
