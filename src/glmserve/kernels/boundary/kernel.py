@@ -28,6 +28,15 @@ def _peer(table, rank, dtype: tl.constexpr):
 
 
 @triton.jit
+def _peers(table, dtype: tl.constexpr, WORLD: tl.constexpr):
+    """Every rank's address."""
+    addresses = (_peer(table, 0, dtype),)
+    for rank in tl.static_range(1, WORLD):
+        addresses = addresses + (_peer(table, rank, dtype),)  # noqa: RUF005
+    return addresses
+
+
+@triton.jit
 def _raise_flags(peers, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Tells every peer, at flags [WORLD], that this program's data of this launch are there."""
     tl.debug_barrier()  # all threads' stores come before the release below
@@ -59,11 +68,11 @@ def _leave(state, launch):
 @triton.jit
 def _sum_of_ranks(buffers, start, at, inside, WORLD: tl.constexpr):
     """Elements start + at of every rank's buffer, fp32. `.cg`: peers wrote behind our L1's back."""
-    first = _peer(buffers, 0, tl.bfloat16) + start
-    total = tl.load(first + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    total = tl.load(buffers[0] + start + at, mask=inside, other=0.0, cache_modifier=".cg")
+    total = total.to(tl.float32)
     for rank in tl.static_range(1, WORLD):
-        part = _peer(buffers, rank, tl.bfloat16) + start
-        total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        part = tl.load(buffers[rank] + start + at, mask=inside, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
     return total
 
 
@@ -118,11 +127,12 @@ def one_shot(
     # Known before the step: behind the exchange they would be waited for.
     gain = tl.load(weight + column, mask=inside, other=0.0)
     peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
+    parts = _peers(buffers, tl.bfloat16, WORLD)
     wait_for_previous()
     launch = tl.load(state) + 1
     half = (launch & 1).to(tl.int64) * capacity
     if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
-        own = _peer(buffers, RANK, tl.bfloat16) + half
+        own = parts[RANK] + half
         for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
             at = row * width + column
             tl.store(own + at, tl.load(x + at, mask=inside), mask=inside)
@@ -131,7 +141,7 @@ def one_shot(
         _await_flags(signals, tl.program_id(0), launch, RANK, WORLD)
         for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
             at = row * width + column
-            tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
+            tile = _sum_of_ranks(parts, half, at, inside, WORLD)
             if RESIDUAL:
                 tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
             rounded = to_bf16(tile)
@@ -180,11 +190,12 @@ def two_shot(
     # Known before the step: behind the exchange they would be waited for.
     gain = tl.load(weight + column, mask=inside, other=0.0)
     peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
+    parts = _peers(buffers, tl.bfloat16, WORLD)
     wait_for_previous()
     launch = tl.load(state) + 1
     half = (launch & 1).to(tl.int64) * capacity
     sums = half + 2 * capacity.to(tl.int64)
-    own = _peer(buffers, RANK, tl.bfloat16)
+    own = parts[RANK]
     if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
         for row in tl.range(pid, rows, programs):
             at = row * width + column
@@ -195,13 +206,12 @@ def two_shot(
         first = pid + (RANK + WORLD - pid % WORLD) % WORLD * programs
         for row in tl.range(first, rows, programs * WORLD):
             at = row * width + column
-            tile = _sum_of_ranks(buffers, half, at, inside, WORLD)
+            tile = _sum_of_ranks(parts, half, at, inside, WORLD)
             if RESIDUAL:
                 tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
             rounded = to_bf16(tile)
-            for rank in tl.range(WORLD):
-                their = _peer(buffers, rank, tl.bfloat16) + sums
-                tl.store(their + at, rounded, mask=inside)
+            for rank in tl.static_range(WORLD):
+                tl.store(parts[rank] + sums + at, rounded, mask=inside)
         _raise_flags(peers, programs + pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
         _await_flags(signals, programs + pid, launch, RANK, WORLD)
