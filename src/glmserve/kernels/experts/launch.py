@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of the experts: sort, grouped gate_up, SwiGLU, grouped down, combine.
+"""Host side of the experts: sort, grouped gate_up, SwiGLU, grouped down, combine; block-fp8
+experts of some rows (`fused_launch.serves`) go the shorter way of `fused_launch`.
 
 Nothing here depends on how the router chose: buffers and grids are sized by the number of pairs,
 so the whole sequence can be captured in a CUDA graph.
