@@ -105,8 +105,9 @@ def sort_few(
     ids, order, place, offsets, tile_expert, tile_begin, tile_end, tile_count, pairs, first, local,
     block_m, max_tiles, PAIRS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """All that `sort_pairs` writes, by one program behind its own choice (`router`): PAIRS >= pairs,
-    BINS >= local."""
+    """All that `sort_pairs` writes, by one program behind its own choice (`router`).
+
+    PAIRS >= pairs, BINS >= local."""
     pair = tl.arange(0, PAIRS)
     bins = tl.arange(0, BINS)
     there = pair < pairs
