@@ -8,7 +8,8 @@ A kernel that is launched with `**pdl()` calls, in every program, those that lea
     wait_for_previous()    before it touches what earlier kernels write, or writes what they touch
 
 (`triton_common`). Before the wait it may read what no kernel of a step writes: weights, tables.
-Without the launch option both calls do nothing, so a kernel has one compiled form either way.
+Without the launch option the wait does nothing, so a kernel has one compiled form either way; one
+that is always launched plainly may let the next start and needs no wait.
 """
 
 from __future__ import annotations
