@@ -45,6 +45,15 @@ def test_a_slot_is_not_taken_before_its_result_is_read() -> None:
     assert [read()[0, 0] for read in (*reads[1:], again)] == list(range(1, SLOTS + 1))
 
 
+def test_results_that_nobody_holds_are_not_waited_for() -> None:
+    """The ranks behind the first one replay the same steps and report nothing."""
+    slots = ResultSlots(1, 1, torch.device("cpu"))
+    for number in range(3 * SLOTS):
+        read = slots.take(1)
+        slots.send(some_results(1, number))
+    assert read().tolist() == some_results(1, number).tolist()
+
+
 def test_a_replay_that_took_no_slot_is_noticed() -> None:
     slots = ResultSlots(1, 1, torch.device("cpu"))
     read = slots.take(1)

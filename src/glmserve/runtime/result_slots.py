@@ -7,6 +7,7 @@ one launch and nothing follows it. Not its job: knowing when they are there (`re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +24,22 @@ Lines = npt.NDArray[np.int32]
 # A step is planned once the result `steps_in_flight` before it was read; twice that, because
 # whoever drives a runner without an engine may read late.
 SLOTS = 2 * MOST_STEPS_IN_FLIGHT
+
+
+class _Place:
+    """One step's results; its slot is another's once they are read or nobody holds this."""
+
+    def __init__(self, slot: Tensor, number: int, sequences: int, width: int) -> None:
+        self._slot, self._number, self._shape = slot, number, (sequences, width)
+        self.read = False
+
+    def __call__(self) -> Lines:
+        line: Lines = self._slot.numpy()
+        assert line[0] == self._number & 0x7FFFFFFF, (line[0], self._number)
+        sequences, width = self._shape
+        lines = line[columns.SLOT_HEAD : columns.SLOT_HEAD + sequences * width].copy()
+        self.read = True
+        return lines.reshape(self._shape)
 
 
 class ResultSlots:
@@ -42,26 +59,20 @@ class ResultSlots:
         """Forgets what was sent, and by replays that took no slot."""
         self._sent.zero_()
         self._taken = 0
-        self._unread = [False] * SLOTS
+        self._places: list[weakref.ref[_Place] | None] = [None] * SLOTS
 
     def take(self, sequences: int) -> Callable[[], Lines]:
         """To be called before every replay, in order; what it returns reads the results
-        [sequences, width] once the step is done, and has to be called.
+        [sequences, width] once the step is done. Ranks that report nothing drop it.
 
-        Raises EngineError when the replay would write over results that nobody has read.
+        Raises EngineError when the replay would write over results that are still to be read.
         """
-        place = self._taken % SLOTS
-        if self._unread[place]:
+        at = self._taken % SLOTS
+        holder = self._places[at]
+        before = holder() if holder else None
+        if before is not None and not before.read:
             raise EngineError(f"{SLOTS} steps are launched and the first one's result is not read")
-        self._unread[place] = True
         self._taken += 1
-        number, words = self._taken, sequences * self._width
-
-        def read() -> Lines:
-            line: Lines = self._slots[place].numpy()
-            assert line[0] == number & 0x7FFFFFFF, (line[0], number)
-            lines = line[columns.SLOT_HEAD : columns.SLOT_HEAD + words].copy()
-            self._unread[place] = False
-            return lines.reshape(sequences, self._width)
-
-        return read
+        place = _Place(self._slots[at], self._taken, sequences, self._width)
+        self._places[at] = weakref.ref(place)
+        return place
