@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from glmserve.engine.process import resolve
 from glmserve.ipc.ring import BroadcastRing
 from glmserve.messages import PageGrant, PrefillChunk, Request, RowInit, StepPlan
 from glmserve.parallel.group import SingleGroup
+from glmserve.runtime.kernel_split import operators
 from glmserve.runtime.rank import build
 from glmserve.runtime.step import StepRunner
 from glmserve.sampling_params import SamplingParams
@@ -142,17 +142,6 @@ def events_of(runner: StepRunner, rows: int) -> list[Event]:
     return ordered[next(i for i, event in enumerate(ordered) if event.launch == first) :]
 
 
-def our_kernels() -> dict[str, str]:
-    """The project's jit functions: name -> the operator whose folder it is in."""
-    pattern = re.compile(r"^@(?:triton|gluon)\.jit.*\ndef (\w+)", re.MULTILINE)
-    folder = ROOT / "src" / "glmserve" / "kernels"
-    return {
-        name: source.relative_to(folder).parts[0]
-        for source in folder.rglob("*.py")
-        for name in pattern.findall(source.read_text())
-    }
-
-
 def foreign(names: Counter[str], ours: dict[str, str]) -> dict[str, int]:
     """What ran that is neither ours nor a copy nor NCCL's: by name, how often."""
     allowed = ("Memcpy", "Memset", "nccl")
@@ -199,7 +188,7 @@ def largest(gaps: list[float]) -> dict[str, Any]:
 
 def describe(events: list[Event]) -> dict[str, Any]:
     """Gaps inside a replay are the graph's own; between replays the host launches something."""
-    ours, names = our_kernels(), Counter(event.name for event in events)
+    ours, names = operators(), Counter(event.name for event in events)
     pairs = [((b.start - a.end) / 1000, a, b) for a, b in pairwise(events)]
     spans: dict[int, list[Event]] = {}
     for event in events:
