@@ -41,7 +41,7 @@ TARGETS = {(3072, 6144): 8.5, (6144, 2048): 6.0, (2624, 6144): 7.6}
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    for rows in (1, 17, 64, 192, 8192):
+    for rows in (1, 17, 64, 128, 192, 8192):
         for n, k in FP8:
             x, w = empty_rows(rows, k, device), _empty_weight(n, k, device)
             yield f"fp8 {rows} {n} {k}", lambda x=x, w=w: linear(x, w, torch.bfloat16)

@@ -104,14 +104,22 @@ def test_a_row_has_the_same_bits_alone_and_in_any_step(device: torch.device, fp8
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "width", "depth"), [(1, 136, 1536), (16, 200, 256), (200, 200, 256), (1000, 136, 1536)]
+    ("rows", "width", "depth"),
+    [
+        (1, 136, 1536),
+        (16, 200, 256),
+        (40, 136, 1536),
+        (150, 136, 1536),
+        (200, 200, 256),
+        (1000, 136, 1536),
+    ],
 )
 def test_hopper_forms_have_the_plain_forms_bits(rows: int, width: int, depth: int) -> None:
     weight = QuantWeight(*(t.cuda() for t in quantise_weight(outlier_weight(width, depth))))
     x = QuantRows(*(t.cuda() for t in quantise(outlier_rows(rows, depth))))
     want = launch.linear(x, weight, torch.float32).bfloat16()  # fp32 is the plain form's
     chunks, got = launch.plan(width, depth, True).chunks, torch.empty_like(want)
-    if rows <= launch.FEW_HOPPER:
+    if rows <= 150:
         hopper_few.linear(*x, *weight, launch.workspace(x.values.device), got, chunks)
     else:
         hopper.linear(*x, *weight, got, chunks)

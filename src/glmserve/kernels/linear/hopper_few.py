@@ -20,17 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..pdl import pdl
-from .hopper import DEPTH, boxes, let_next_start, step, wait_for_previous
+from .hopper import DEPTH, PROGRAMS, boxes, let_next_start, step, wait_for_previous
 
 COLUMNS = gl.constexpr(64)  # weight rows of a tile
-ROWS = gl.constexpr(16)
-STAGES = gl.constexpr(6)
+AHEAD = gl.constexpr(16)  # blocks whose scales are fetched at once
 MOST_CHUNKS = gl.constexpr(8)  # of one weight
+MOST_ROWS = 64  # up to here always; above, where `fills` says so
 
 
 @gluon.jit
 def _produce(
-    x, weight, n0, m0, begin, end, x_tiles, w_tiles, full, empty
+    x, weight, n0, m0, begin, end, x_tiles, w_tiles, full, empty, ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     first = gl.minimum(end - begin, STAGES)
     for stage in range(first):
@@ -58,41 +59,47 @@ def _produce(
 @gluon.jit
 def _consume(
     x_scales, weight_scales, partial, tickets, out, rows, width, blocks, n0, m0, begin, end, chunk,
-    ways, slot, x_tiles, w_tiles, full, empty, SPLIT: gl.constexpr,
+    ways, per, slot, x_tiles, w_tiles, full, empty, scales, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     m = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
     n = n0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, MMA))
     w_line = weight_scales + (n0 // DEPTH) * blocks
-    x_line = x_scales + gl.minimum(m, rows - 1)
-    # Scales come two blocks ahead: their loads must not sit between a product and its use.
-    second = gl.minimum(begin + 1, end - 1)
-    w_scale = gl.load(w_line + begin)
-    w_next = gl.load(w_line + second)
+    FETCH: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    ahead = gl.arange(0, AHEAD, layout=gl.SliceLayout(1, FETCH))
+    row = gl.minimum(m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, FETCH)), rows - 1)
+    w_scale = gl.load(w_line + gl.minimum(begin + ahead, end - 1))
     wait_for_previous()
-    x_scale = gl.load(x_line + begin * rows)
-    x_next = gl.load(x_line + second * rows)
     acc = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
     none = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
+    total = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
+    lines = scales._reinterpret(gl.float32, [AHEAD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stage = 0
     phase = 0
-    for block in range(begin, end):
-        after = gl.minimum(block + 2, end - 1)
-        x_after = gl.load(x_line + after * rows)
-        w_after = gl.load(w_line + after)
-        mbarrier.wait(full.index(stage), phase)
-        part = warpgroup_mma(
-            w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), none, use_acc=False,
-            is_async=True,
-        )  # fmt: skip
-        part = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(empty.index(stage))
-        acc += part * (w_scale * x_scale)[None, :]
-        x_scale = x_next
-        w_scale = w_next
-        x_next = x_after
-        w_next = w_after
-        stage, phase = step(stage, phase, STAGES)
+    for first in range(begin, end, AHEAD):
+        # No scale's load sits between a product and its use.
+        at = gl.minimum(first + ahead, end - 1)
+        x_scale = gl.load(x_scales + at[:, None] * rows + row[None, :])
+        scales.store(w_scale[:, None] * x_scale)
+        w_scale = gl.load(w_line + gl.minimum(at + AHEAD, end - 1))
+        for block in range(first, gl.minimum(first + AHEAD, end)):
+            mbarrier.wait(full.index(stage), phase)
+            part = warpgroup_mma(
+                w_tiles.index(stage), x_tiles.index(stage).permute((1, 0)), none, use_acc=False,
+                is_async=True,
+            )  # fmt: skip
+            scale = lines.index(block - first).load(gl.SliceLayout(0, MMA))
+            part = warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(empty.index(stage))
+            acc += part * scale[None, :]
+            if CHUNKED:
+                if (block + 1) % per == 0:
+                    total += acc
+                    acc = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
+            stage, phase = step(stage, phase, STAGES)
+    if CHUNKED:
+        acc = total
     target = out + gl.minimum(m, rows - 1).to(gl.int64)[None, :] * width + n[:, None]
     wanted = (m < rows)[None, :] & (n < width)[:, None]
     if SPLIT:  # as `kernel.merge_chunks`
@@ -119,16 +126,20 @@ def _consume(
 @gluon.jit(do_not_specialize=["rows", "per", "ways"])
 def few_rows(
     x, x_scales, weight, weight_scales, partial, tickets, out, rows, width, depth, per, ways,
-    SPLIT: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
-    """out [rows, width]; x and weight are descriptors of [16, 128] and [64, 128] boxes.
+    """out [rows, width]; x and weight are descriptors of [ROWS, 128] and [64, 128] boxes.
 
-    Program (tile and chunk of `per` blocks, rows); SPLIT: there is more than one chunk.
+    Program (tile and chunk of `per` blocks, rows); SPLIT: there is more than one chunk; CHUNKED:
+    there is, and a program takes them all.
     """
     let_next_start()
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, DEPTH], SHARED)
     w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
+    scales = gl.allocate_shared_memory(
+        gl.float32, [AHEAD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -138,16 +149,27 @@ def few_rows(
     chunk = gl.program_id(0) % ways
     begin = chunk * per
     end = begin + per
+    if CHUNKED:
+        end = depth // DEPTH
     n0 = tile * COLUMNS
     m0 = gl.program_id(1) * ROWS
     slot = gl.program_id(1) * (gl.num_programs(0) // ways) + tile
     gl.warp_specialize([
         (_consume, (
             x_scales, weight_scales, partial, tickets, out, rows, width, depth // DEPTH, n0, m0,
-            begin, end, chunk, ways, slot, x_tiles, w_tiles, full, empty, SPLIT)),
+            begin, end, chunk, ways, per, slot, x_tiles, w_tiles, full, empty, scales, ROWS, STAGES,
+            SPLIT, CHUNKED)),
         (_produce, (
-            x, weight, n0, m0, begin, end, x_tiles, w_tiles, full, empty)),
+            x, weight, n0, m0, begin, end, x_tiles, w_tiles, full, empty, ROWS, STAGES)),
     ], [1], [24])  # fmt: skip
+
+
+def fills(rows: int, width: int, depth: int) -> bool:
+    """Whether these rows, above MOST_ROWS, give most multiprocessors one whole sum and none two:
+    nearly all of them where a sum is so long that the plain form's split sums are the rival."""
+    tiles = -(-rows // 64) * -(-width // COLUMNS.value)
+    least = 3 if depth <= 2048 else 4
+    return least * PROGRAMS <= 5 * tiles <= 5 * PROGRAMS
 
 
 def linear(
@@ -159,8 +181,14 @@ def linear(
     blocks = x.shape[1] // DEPTH.value
     assert blocks % chunks == 0, (blocks, chunks)
     assert chunks <= MOST_CHUNKS.value, chunks
-    few_rows[(-(-width // COLUMNS.value) * chunks, -(-rows // ROWS.value))](
-        boxes(x, ROWS.value), x_scales, boxes(weight, COLUMNS.value), weight_scales, *workspace,
-        out, rows, width, x.shape[1], blocks // chunks, chunks, chunks > 1,
-        num_warps=4, maxnreg=96, **pdl(),
+    tiles = -(-width // COLUMNS.value)
+    height, stages, registers, ways = 64, 8, 112, 1
+    if rows <= MOST_ROWS:
+        # A program for each chunk; with more rows the partial sums cost more than they bring.
+        height, stages, registers = (16, 6, 96) if rows <= 16 else (32, 6, 112)
+        ways = chunks
+    few_rows[(tiles * ways, -(-rows // height))](
+        boxes(x, height), x_scales, boxes(weight, COLUMNS.value), weight_scales, *workspace, out,
+        rows, width, x.shape[1], blocks // chunks, ways, height, stages, ways > 1, chunks > ways,
+        num_warps=4, maxnreg=registers, **pdl(),
     )  # fmt: skip

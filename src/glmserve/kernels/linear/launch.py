@@ -21,7 +21,6 @@ from . import hopper, hopper_few, kernel, narrow
 from .reference import QuantWeight
 
 FEW = 64  # rows up to which the swap-AB kernel is used
-FEW_HOPPER = 16  # rows up to which its Gluon form is, against fp8 weights
 _WAVE = 264  # programs that fill the card twice
 _PARTIAL_FLOATS = 4 << 20
 _TICKETS = 1 << 14
@@ -103,7 +102,8 @@ def linear(
         return narrow.linear(values, w_values, out)
     shape = plan(width, depth, scaled)
     gluon = scaled and out_dtype == torch.bfloat16 and values.device.type != "cpu"
-    if gluon and rows <= FEW_HOPPER:
+    # The plain forms below serve other types, and the fp8 rows in between.
+    if gluon and (rows <= hopper_few.MOST_ROWS or hopper_few.fills(rows, width, depth)):
         hopper_few.linear(
             values, scales, w_values, w_scales, workspace(values.device), out, shape.chunks
         )
