@@ -239,9 +239,10 @@ def rank_rows(checkpoint: Path, rows: int, drafts: int, buckets: list[int]) -> l
     return table
 
 
-def engine_row(client: EngineClient, rows: int, drafts: int) -> float:
-    """Milliseconds of a step while the engine plans: from the chunks' arrival, `rows` streams."""
-    tokens = 2 * STEPS * (drafts + 1)
+def engine_row(client: EngineClient, rows: int) -> float:
+    """Milliseconds of a step while the engine plans: from the chunks' arrival (one a step and
+    stream), once `rows` streams run and the loop has found how many steps to keep in flight."""
+    tokens = 6 * STEPS
     generator = np.random.default_rng(1)
     for row in range(rows):
         prompt = generator.integers(0, 1000, PROMPT).astype(np.int32)
@@ -253,12 +254,13 @@ def engine_row(client: EngineClient, rows: int, drafts: int) -> float:
         for chunk in client.receive(60.0):
             arrived.setdefault(chunk.uid, []).append(time.perf_counter())
             open_streams -= chunk.finish_reason is not None
-    # While all streams run: from the last one's first chunk to the first one's last.
+    # All streams run from the last one's first chunk to the first one's last; of that the half.
     start = max(times[0] for times in arrived.values())
     end = min(times[-1] for times in arrived.values())
+    start = (start + end) / 2
     stream = next(iter(arrived.values()))
     inside = [at for at in stream if start <= at <= end]
-    assert len(inside) > 10, (rows, drafts, len(inside))
+    assert len(inside) > 10, (rows, len(inside))
     return 1000 * (inside[-1] - inside[0]) / (len(inside) - 1)
 
 
@@ -281,7 +283,7 @@ def main() -> int:
             client = EngineClient.start(settings(checkpoint, most, drafts), print)
             try:
                 for row in part:
-                    row["engine_ms"] = shortest(partial(engine_row, client, row["rows"], drafts))
+                    row["engine_ms"] = shortest(partial(engine_row, client, row["rows"]))
                     planned = row["engine_ms"] / row["captured_ms"] - 1
                     print(drafts, row["rows"], "planned", row["engine_ms"], f"{planned:+.1%}")
             finally:
