@@ -38,7 +38,7 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
     bf16 = torch.bfloat16
     norm = torch.empty(2048, dtype=bf16, device=device)
     index_norm = IndexKeyNorm(norm[:128], norm[:128])
-    for rows in (6, 192, 8192):
+    for rows in (6, 32, 192, 8192):
         rope = torch.empty(rows, 32, 2, device=device)
         long = torch.empty(rows, dtype=torch.int64, device=device)
         table = torch.empty(4, 256, dtype=torch.int32, device=device)

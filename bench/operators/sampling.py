@@ -52,7 +52,7 @@ def _shaping(rows: int, device: torch.device | str) -> tuple[ShapingTables, list
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     shard, scratch = launch.Shard(0, SHARD, VALID), launch.Scratch.make(6, device)
     logits, rows = torch.empty(6, SHARD, device=device), _settings(6, device, True, False)
-    yield "greedy", lambda: launch.greedy(logits, shard, True)
+    yield "greedy", lambda: launch.greedy(logits, shard, scratch, True)
     yield "plain", lambda: launch.draw(logits, rows, shard, None, scratch, True)
 
     def limited() -> object:
@@ -94,7 +94,7 @@ def sampling_problem(rows: int, kind: str) -> Problem:
 
     def run(i: int) -> None:
         if kind == "greedy":
-            outs[i] = launch.greedy(inputs[i], shard, True)
+            outs[i] = launch.greedy(inputs[i], shard, scratch, True)
             return
         cuts = None
         if kind == "limits":

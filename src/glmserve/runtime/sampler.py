@@ -182,8 +182,9 @@ class _Kernels:
     def greedy(self, logits: Tensor) -> Tensor:
         from glmserve.kernels.sampling import launch
 
+        scratch = self.scratch_for(len(logits), logits.device)
         alone = self.group.size == 1
-        out = launch.greedy(logits.contiguous(), launch.Shard(*self._place), alone)
+        out = launch.greedy(logits.contiguous(), launch.Shard(*self._place), scratch, alone)
         return out if alone else launch.join(self.group.all_gather(out))
 
     def sample(self, logits: Tensor, rows: SamplingRows, limits: bool) -> Tensor:

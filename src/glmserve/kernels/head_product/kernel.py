@@ -20,12 +20,13 @@ from ..triton_common import dot, let_next_start, prefetch, to_bf16, wait_for_pre
 
 # (most rows, tile); the first that fits is taken. Quantised results need whole groups of columns.
 _TILES: tuple[tuple[float, dict[str, int]], ...] = (
-    (64, {"BM": 16, "BN": 32, "BK": 64, "STAGES": 8, "num_warps": 2}),
+    (16, {"BM": 16, "BN": 16, "BK": 64, "STAGES": 8, "num_warps": 1}),
+    (64, {"BM": 16, "BN": 16, "BK": 64, "STAGES": 4, "num_warps": 1}),
     (512, {"BM": 64, "BN": 64, "BK": 64, "STAGES": 3, "num_warps": 4}),
     (float("inf"), {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}),
 )
 _QUANTISED_TILES: tuple[tuple[float, dict[str, int]], ...] = (
-    (512, {"BM": 64, "BN": 128, "BK": 64, "STAGES": 4, "num_warps": 4}),
+    (512, {"BM": 64, "BN": 128, "BK": 64, "STAGES": 5, "num_warps": 4}),
     (float("inf"), {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}),
 )
 
@@ -116,6 +117,8 @@ def multiply_heads(
     tile = next(tile for most, tile in tiles if rows <= most)
     if rows == 0:
         return
+    if tile["BN"] == 16 and n >= 512:  # half as many programs a head of twice the width
+        tile = tile | {"BN": 32, "num_warps": 2}
     # Tiles divide the head: small models have heads of 32.
     tile = tile | {"BN": math.gcd(n, tile["BN"]), "BK": math.gcd(k, tile["BK"])}
     tile["STAGES"] = min(tile["STAGES"], k // tile["BK"] + 1)  # short sums need no more

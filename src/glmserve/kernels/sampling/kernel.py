@@ -69,26 +69,25 @@ def arrive(best, arrived, out, row, splits, decode):
         tl.store(out + row, joined)
 
 
-@triton.jit(do_not_specialize=["valid", "decode"])
-def greedy(logits, out, width, first, valid, decode, BLOCK: tl.constexpr):
-    """Grid (rows,): the first largest logit. One program a row: joining several costs more time
-    than they save."""
+@triton.jit(do_not_specialize=["valid", "splits", "blocks", "decode"])
+def greedy(
+    logits, best, arrived, out, width, first, valid, splits, blocks, decode, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, rows): the first largest logit."""
     let_next_start()
-    row = tl.program_id(0)
-    best = tl.full([], LOWEST, tl.int64)
+    row = tl.program_id(1)
+    start = tl.program_id(0) * blocks * BLOCK
+    pairs = tl.full([BLOCK], LOWEST, tl.int64)
     wait_for_previous()
-    for start in tl.range(0, width, BLOCK, num_stages=1):
-        column = start + tl.arange(0, BLOCK)
+    for block in range(blocks):
+        column = start + block * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         ids = first + column
         x = tl.load(logits + row.to(tl.int64) * width + column, mask=inside, other=0.0)
-        keys = tl.where(inside, ordered(tl.where(ids < valid, x, NOTHING)), -LAST_ID)
-        top = tl.max(keys, 0)
-        id = tl.min(tl.where(keys == top, ids, LAST_ID), 0)
-        best = tl.maximum(best, (top.to(tl.int64) << 32) | (id ^ LAST_ID).to(tl.int64))
-    if decode:
-        best = id_in(best)
-    tl.store(out + row, best)
+        x = tl.where(ids < valid, x, NOTHING)
+        pairs = tl.maximum(pairs, tl.where(inside, pair_of(x, ids), LOWEST))
+    tl.atomic_max(best + row * BEST_LINE, tl.max(pairs, 0), sem="acquire")
+    arrive(best, arrived, out, row, splits, decode)
 
 
 @triton.jit

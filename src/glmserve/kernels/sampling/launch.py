@@ -18,7 +18,7 @@ from . import kernel, limits
 from .rows import SamplingRows
 
 MAX_VOCABULARY = 1 << 18  # a histogram's element holds that many counts
-_BLOCK, _GREEDY_BLOCK = 256, 16384
+_BLOCK, _GREEDY_BLOCK = 256, 512
 _COUNT_BLOCK = 512
 _PROGRAMS = 4224  # of one warp: what 132 multiprocessors hold at once
 _EXACT = {"enable_fp_fusion": False}  # reference.py rounds after each operation
@@ -71,11 +71,11 @@ def unserved(dtype: torch.dtype, vocabulary: int) -> dict[str, object]:
     return wrong
 
 
-def _check(logits: Tensor, shard: Shard, scratch: Scratch, rows: SamplingRows) -> None:
+def _check(logits: Tensor, shard: Shard, scratch: Scratch, rows: SamplingRows | None) -> None:
     """What the kernels take for granted."""
     assert logits.is_contiguous() and logits.shape[1] == shard.width, (logits.shape, shard)
     assert len(logits) <= scratch.rows, (logits.shape, scratch.rows)
-    for index in (rows.rows, rows.positions):
+    for index in (rows.rows, rows.positions) if rows else ():
         assert index.shape == logits.shape[:1] and index.is_contiguous(), index.shape
 
 
@@ -86,16 +86,17 @@ def _split(rows: int, width: int, block: int) -> tuple[int, int]:
     return -(-total // blocks), blocks
 
 
-def greedy(logits: Tensor, shard: Shard, decode: bool) -> Tensor:
+def greedy(logits: Tensor, shard: Shard, scratch: Scratch, decode: bool) -> Tensor:
     """Ids [R] int64, or, to be joined with other shards' by `join`, pairs."""
-    assert logits.is_contiguous() and logits.shape[1] == shard.width, (logits.shape, shard)
+    _check(logits, shard, scratch, None)
     rows = len(logits)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
-    kernel.greedy[(rows,)](
-        logits, out, shard.width, shard.first, shard.valid, int(decode), _GREEDY_BLOCK,
-        num_warps=16, **pdl(),
+    splits, blocks = _split(rows, shard.width, _GREEDY_BLOCK)
+    kernel.greedy[(splits, rows)](
+        logits, scratch.best, scratch.arrived, out, shard.width, shard.first, shard.valid,
+        splits, blocks, int(decode), _GREEDY_BLOCK, num_warps=1, **pdl(),
     )  # fmt: skip
     return out
 
@@ -122,7 +123,7 @@ def draw(
         scratch.best, scratch.arrived, out,
         rows.temperature.stride(0), rows.seeds.stride(0), shard.width, offset, shard.first >> 2,
         shard.valid, splits, blocks, len(largest), count, int(decode),
-        cuts is not None, _BLOCK, num_warps=1, **_EXACT, **pdl(),
+        cuts is not None, _BLOCK, num_warps=1, maxnreg=64, **_EXACT, **pdl(),
     )  # fmt: skip
     return out
 
@@ -156,7 +157,7 @@ def find_cuts(
     t_stride, k_stride, p_stride, m_stride = (
         x.stride(0) for x in (temperature, top_k, top_p, min_p)
     )
-    largest = gather(greedy(logits, shard, False))
+    largest = gather(greedy(logits, shard, scratch, False))
     ranks = len(largest)
 
     def counted(which: int) -> Tensor:
