@@ -16,7 +16,6 @@ from glmserve.kernels.quantise import launch as quantise_launch
 from glmserve.kernels.swiglu import launch as swiglu_launch
 from glmserve.kernels.swiglu.reference import swiglu
 from tests.kernels.test_experts import choices, make_weight, to_device
-from tests.tolerances import assert_close
 
 
 class Layer:
@@ -52,11 +51,6 @@ class Layer:
         inside = swiglu_launch.swiglu_parts_quantised(hidden, pairs.offsets[-1:])
         return combine(launch.grouped_linear(inside, down, pairs, 0), pairs, shares, shared)
 
-    def beside_given(self, x, ids, shares, shared, first=0):  # type: ignore[no-untyped-def]
-        """The shared expert's result comes from elsewhere."""
-        x, ids, shares, shared = (t.contiguous().to(self.device) for t in (x, ids, shares, shared))
-        return launch.experts(x, ids, shares, *self.weights[:2], first, shared)
-
     def reference(self, x, ids, shares, first=0):  # type: ignore[no-untyped-def]
         up, down, shared_up, shared_down = self.cpu
         assert isinstance(shared_up, QuantWeight)
@@ -68,7 +62,7 @@ class Layer:
 
 def make_rows(rows: int, experts: int, top_k: int, depth: int) -> tuple[torch.Tensor, ...]:
     x = torch.randn(rows, depth)
-    x[:, 3] *= 4
+    x[:, 3] *= 40
     return x.bfloat16(), choices(rows, experts, top_k), torch.rand(rows, top_k)
 
 
@@ -90,12 +84,21 @@ def test_has_the_bits_of_separate_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused_launch, "_SPLIT_PAIRS", split_pairs)
+    monkeypatch.setattr(fused_launch, "_THIN_PAIRS", split_pairs)
     layer = Layer(device, local, inner, 128, 256)
     inputs = make_rows(rows, experts, 3, 256)
     got = layer.fused(*inputs, first, block_m)
     assert torch.equal(got, layer.separate(*inputs, first))
-    assert_close("layer", layer.reference(*inputs, first), got, "operator_quantised")
     assert not linear_launch.workspace(got.device)[1].any()
+
+
+def test_is_as_near_the_reference_as_the_whole_block_must_be(device: torch.device) -> None:
+    layer = Layer(device, 3, 256, 128, 256)
+    inputs = make_rows(20, 6, 3, 256)
+    got, want = layer.fused(*inputs, 2).cpu().float(), layer.reference(*inputs, 2).float()
+    # Not by elements: an activation beside a rounding step of fp8 may fall to the other side, and
+    # an outlier makes that visible in every column of its row.
+    assert float((got - want).norm() / want.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("split_pairs", [0, 64], ids=["combined apart", "combined in place"])
@@ -103,6 +106,7 @@ def test_no_local_expert_leaves_the_shared_part(
     device: torch.device, split_pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_launch, "_SPLIT_PAIRS", split_pairs)
+    monkeypatch.setattr(fused_launch, "_THIN_PAIRS", split_pairs)
     layer = Layer(device, 2, 128, 256, 384)
     inputs = make_rows(5, 6, 2, 384)
     got = layer.fused(*inputs, first=6)
@@ -124,6 +128,7 @@ def test_a_row_of_long_sums_has_the_same_bits_in_every_form(
     x, ids, shares = make_rows(18, 2, 1, 4096)
     alone = layer.fused(x[17:], ids[17:], shares[17:])
     monkeypatch.setattr(fused_launch, "_SPLIT_PAIRS", split_pairs)
+    monkeypatch.setattr(fused_launch, "_THIN_PAIRS", split_pairs)
     assert torch.equal(layer.fused(x, ids, shares, block_m=block_m)[17:], alone)
 
 

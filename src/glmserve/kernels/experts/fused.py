@@ -16,6 +16,8 @@ from ..quantise.kernel import quantise_groups
 from ..triton_common import let_next_start, prefetch, to_bf16, wait_for_previous
 
 GROUP = tl.constexpr(128)  # columns of a scale
+HALF = tl.constexpr(64)  # gate columns of an item, and as many up columns
+SUBS = tl.constexpr(2)  # items of a group
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def _activate(gate, up, out, scales, group, inner, stride, position, real):
 def _up_item(
     x, x_scales, x_rows, row, position, real, weight, weight_scales, first_row, first_line, inner,
     depth, chunks, group, sub, chunk, partial, stride, ticket, out, scales,
-    HALF: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """HALF gate and up columns of one tile of rows; SPLIT: of one K chunk, else of all. Programs
     that share a group of 128 columns leave their sums, and the last one of them finishes it.
@@ -94,25 +96,20 @@ def _up_item(
                 x_tile, x_line, x_rows, w_tile, gate_line, up_line, is_gate, begin,
                 tl.minimum(begin + per, blocks), real, 2 * HALF, BM, STAGES,
             )  # fmt: skip
-    if SPLIT or HALF < GROUP:
-        base = partial + position.to(tl.int64) * (2 * inner)
-        step = stride.to(tl.int64) * (2 * inner)
-        tl.store(base[None, :] + chunk * step + n[:, None], acc, mask=real[None, :])
-        tl.debug_barrier()  # every thread's partials before the ticket
-        last = ways * (GROUP // HALF) - 1
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == last:
-            tl.store(ticket, 0)
-            at = base[:, None] + (group * GROUP + k)[None, :]
-            some = real[:, None]
-            gate = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
-            up = tl.load(at + inner, mask=some, other=0.0, cache_modifier=".cg")
-            for other in tl.range(1, ways):
-                gate += tl.load(at + other * step, mask=some, other=0.0, cache_modifier=".cg")
-                up += tl.load(at + other * step + inner, mask=some, other=0.0, cache_modifier=".cg")
-            _activate(gate, up, out, scales, group, inner, stride, position, real)
-    else:
-        both = tl.permute(tl.reshape(acc, [2, HALF, BM]), [2, 1, 0])
-        gate, up = tl.split(both)
+    base = partial + position.to(tl.int64) * (2 * inner)
+    step = stride.to(tl.int64) * (2 * inner)
+    tl.store(base[None, :] + chunk * step + n[:, None], acc, mask=real[None, :])
+    tl.debug_barrier()  # every thread's partials before the ticket
+    last = ways * SUBS - 1
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == last:
+        tl.store(ticket, 0)
+        at = base[:, None] + (group * GROUP + k)[None, :]
+        some = real[:, None]
+        gate = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
+        up = tl.load(at + inner, mask=some, other=0.0, cache_modifier=".cg")
+        for other in tl.range(1, ways):
+            gate += tl.load(at + other * step, mask=some, other=0.0, cache_modifier=".cg")
+            up += tl.load(at + other * step + inner, mask=some, other=0.0, cache_modifier=".cg")
         _activate(gate, up, out, scales, group, inner, stride, position, real)
 
 
@@ -126,7 +123,7 @@ def _tile(tile_expert, tile_begin, tile_end, tile, most_tiles):
 
 
 @triton.jit
-def _fetch_tile(weight, group, sub, chunk, span, inner, depth, HALF: tl.constexpr):
+def _fetch_tile(weight, group, sub, chunk, span, inner, depth):
     """Asks for the first 2 KB of each row of an item's weight to be brought to L2."""
     line = tl.arange(0, 2 * HALF)
     column = group * GROUP + sub * HALF + line % HALF
@@ -146,22 +143,21 @@ def gate_up_activated(
     order, tile_expert, tile_begin, tile_end, tile_count, tickets,
     partial, out, out_scales, shared_partial, shared_out, shared_out_scales,
     rows, pairs, inner, shared_inner, depth, chunks, shared_chunks, shared_programs, shared_slots,
-    most_tiles, TOP_K: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, SBM: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    most_tiles, TOP_K: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The first `shared_programs` programs take one item of the shared expert each (none where it
-    is computed elsewhere; blocks of SBM rows, `shared_slots` tickets), then all walk through those
+    is computed elsewhere; blocks of BM rows, `shared_slots` tickets), then all walk through those
     of the routed tiles.
 
     x as `QuantRows` [rows, depth]; weight [E, 2 inner, depth], shared_weight [2 shared_inner,
     depth] with their block scales; out as `QuantRows` of the pairs in `order`, shared_out of rows.
     """
-    SUBS: tl.constexpr = GROUP // HALF
     ways = 1
     shared_ways = 1
     if SPLIT:
         ways = chunks
         shared_ways = shared_chunks
+    m = tl.arange(0, BM)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     shared_groups = shared_inner // GROUP
@@ -172,7 +168,7 @@ def gate_up_activated(
         # The shared expert's weights depend on nothing: this program's part of down, and its tile.
         _fetch_tile(
             shared_weight, shared_slot % shared_groups, shared_sub, shared_chunk,
-            tl.cdiv(depth, shared_ways), shared_inner, depth, HALF,
+            tl.cdiv(depth, shared_ways), shared_inner, depth,
         )  # fmt: skip
         total = depth * shared_inner // GROUP  # lines of down
         share = tl.cdiv(total, shared_programs)
@@ -189,16 +185,15 @@ def gate_up_activated(
     first = (program + programs - shared_programs) % programs
     expert, begin, end = _tile(tile_expert, tile_begin, tile_end, first // each, most_tiles)
     if program < shared_programs:
-        position = shared_slot // shared_groups * SBM + tl.arange(0, SBM)
+        position = shared_slot // shared_groups * BM + m
         real = position < rows
         row = tl.where(real, position, 0).to(tl.int64)
         _up_item(
             x, x_scales, rows, row, position, real, shared_weight, shared_scales, 0, 0,
             shared_inner, depth, shared_chunks, shared_slot % shared_groups, shared_sub,
             shared_chunk, shared_partial, rows, tickets + shared_slot, shared_out,
-            shared_out_scales, HALF, SBM, SPLIT, STAGES,
+            shared_out_scales, BM, SPLIT, STAGES,
         )  # fmt: skip
-    m = tl.arange(0, BM)
     for item in tl.range(first, tiles * each, programs):
         chunk = item % ways
         sub = item // ways % SUBS
@@ -210,7 +205,7 @@ def gate_up_activated(
             x, x_scales, rows, row.to(tl.int64), position, real, weight, weight_scales,
             expert.to(tl.int64) * (2 * inner), expert * (2 * inner // GROUP), inner, depth,
             chunks, slot % groups, sub, chunk, partial, pairs,
-            tickets + shared_slots + slot, out, out_scales, HALF, BM, SPLIT, STAGES,
+            tickets + shared_slots + slot, out, out_scales, BM, SPLIT, STAGES,
         )  # fmt: skip
         after = (item + programs) // each
         expert, begin, end = _tile(tile_expert, tile_begin, tile_end, after, most_tiles)

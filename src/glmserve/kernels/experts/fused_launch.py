@@ -17,7 +17,9 @@ from .combining import combine
 from .pairs import FEW_ROWS, SortedPairs, long_sum_chunks
 
 MOST_ROWS = 1536  # more are served by the separate kernels
-_SPLIT_PAIRS = 256  # pairs up to which work is spread thin: K chunks have programs of their own
+_SPLIT_PAIRS = 32  # pairs up to which the K chunks of gate_up have programs of their own
+_THIN_PAIRS = 256  # pairs up to which down has small items and adds the experts up itself
+_STAGES = 4  # of gate_up
 _MULTIPROCESSORS = 132
 
 # The shared expert's gate_up and down, or what it gave [R, D].
@@ -25,22 +27,14 @@ Shared = tuple[QuantWeight, QuantWeight] | torch.Tensor
 
 
 class Form(NamedTuple):
-    """How one launch cuts its work; nothing here shows in the result."""
+    """How down cuts its work; nothing here shows in the result."""
 
-    width: int  # gate columns of an item (as many up columns), or columns of down
+    width: int  # columns of an item
     stages: int
-    warps: int
     programs: int  # a multiprocessor
 
 
-def _up_form(split: bool, block_m: int) -> Form:
-    if split:
-        return Form(64, 4, 4, 3)
-    return Form(128, 3, 8, 2) if block_m == 16 else Form(128, 4, 8, 1)
-
-
-def _down_form(split: bool) -> Form:
-    return Form(64, 6, 4, 3) if split else Form(128, 4, 4, 2)
+_THIN, _WIDE = Form(64, 6, 3), Form(128, 4, 2)
 
 
 def block_rows(rows: int) -> int:
@@ -90,42 +84,36 @@ def activated(
     device, block_m = x.values.device, pairs.block_m
     split = total <= _SPLIT_PAIRS
     chunks = long_sum_chunks(depth, GROUP)
-    form = _up_form(split, block_m)
-    subs = GROUP // form.width
+    ways = chunks if split else 1
     _, tickets = workspace(device)
     hidden = empty_rows(total, inner, device)
-    ways = chunks if split else 1
-    partial = hidden.scales  # unused where a program finishes a group by itself
-    apart = split or form.width < GROUP
-    if apart:
-        partial = torch.empty(ways, total, 2 * inner, dtype=torch.float32, device=device)
-    shared_inner, shared_chunks, shared_slots, shared_ways = GROUP, 1, 0, 1
-    shared_up, shared_down, shared_hidden, shared_partial = gate_up, gate_up, hidden, partial
-    shared_m = 32 if form.width == GROUP else block_m
-    if not isinstance(shared, torch.Tensor):
+    partial = torch.empty(ways, total, 2 * inner, dtype=torch.float32, device=device)
+    if isinstance(shared, torch.Tensor):
+        shared_inner, shared_chunks, shared_slots, shared_ways = GROUP, 1, 0, 1
+        shared_up, shared_down, shared_hidden, shared_partial = gate_up, gate_up, hidden, partial
+    else:
         shared_up, shared_down = shared
         shared_inner = shared_down.values.shape[1]
         shared_chunks = plan(2 * shared_inner, depth, True).chunks
-        shared_slots = -(-rows // shared_m) * (shared_inner // GROUP)
+        shared_slots = -(-rows // block_m) * (shared_inner // GROUP)
+        shared_ways = shared_chunks if split else 1
         shared_hidden = empty_rows(rows, shared_inner, device)
-        shared_partial = shared_hidden.scales
-        if split:
-            shared_ways = shared_chunks
-        if apart:
-            shared_partial = torch.empty(
-                shared_ways, rows, 2 * shared_inner, dtype=torch.float32, device=device
-            )
+        shared_partial = torch.empty(
+            shared_ways, rows, 2 * shared_inner, dtype=torch.float32, device=device
+        )
+    subs = fused.SUBS.value
     shared_programs = shared_slots * subs * shared_ways
     slots = pairs.max_tiles * (inner // GROUP)
-    assert not apart or slots + shared_slots <= tickets.numel()
+    assert slots + shared_slots <= tickets.numel(), (slots, shared_slots)
+    # Registers let two programs with tiles of 32 rows into a multiprocessor, three with 16.
+    fitting = _MULTIPROCESSORS * (3 if block_m == FEW_ROWS else 2)
     items = slots * subs * ways + shared_programs
-    programs = max(shared_programs, min(items, form.programs * _MULTIPROCESSORS))
-    fused.gate_up_activated[(programs,)](
+    fused.gate_up_activated[(max(shared_programs, min(items, fitting)),)](
         *x, *gate_up, *shared_up, shared_down.values, pairs.order, pairs.tile_expert,
         pairs.tile_begin, pairs.tile_end, pairs.tile_count, tickets, partial, *hidden,
         shared_partial, *shared_hidden, rows, total, inner, shared_inner, depth, chunks,
-        shared_chunks, shared_programs, shared_slots, pairs.max_tiles, top_k, form.width, block_m,
-        shared_m, split, form.stages, num_warps=form.warps, **pdl(),
+        shared_chunks, shared_programs, shared_slots, pairs.max_tiles, top_k, block_m, split,
+        _STAGES, num_warps=4, **pdl(),
     )  # fmt: skip
     return hidden, shared_hidden
 
@@ -143,8 +131,8 @@ def combined(
     total, inner = hidden.values.shape
     count, depth, _ = down.values.shape
     device, block_m = hidden.values.device, pairs.block_m
-    split = total <= _SPLIT_PAIRS
-    form = _down_form(split)
+    thin = total <= _THIN_PAIRS
+    form = _THIN if thin else _WIDE
     _, tickets = workspace(device)
     shared_down, shared_inner, shared_blocks = down, inner, 0
     parts = torch.empty(total, depth, dtype=torch.bfloat16, device=device)
@@ -155,12 +143,12 @@ def combined(
         shared_inner, shared_blocks = shared_down.values.shape[1], -(-rows // block_m)
         shared_out = torch.empty(rows, depth, dtype=torch.bfloat16, device=device)
     out = torch.empty(rows, depth, dtype=torch.bfloat16, device=device)
-    in_place = split and shared_blocks > 0  # the last program of a column adds the experts up
+    in_place = thin and shared_blocks > 0  # the last program of a column adds the experts up
     items = (pairs.max_tiles + shared_blocks) * -(-depth // form.width)
     fused.down_combined[(min(items, form.programs * _MULTIPROCESSORS),)](
         *hidden, *down, *shared_hidden, *shared_down, pairs.tile_expert, pairs.tile_begin,
         pairs.tile_end, pairs.tile_count, tickets, parts, shared_out, pairs.place, weights, out,
         rows, total, depth, inner, shared_inner, shared_blocks, pairs.max_tiles, count, top_k,
-        form.width, block_m, in_place, 16, split, form.stages, num_warps=form.warps, **pdl(),
+        form.width, block_m, in_place, 16, thin, form.stages, num_warps=4, **pdl(),
     )  # fmt: skip
     return out if in_place else combine(parts[None], pairs, weights, shared_out)
