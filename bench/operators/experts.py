@@ -15,7 +15,7 @@ import torch
 
 from bench.registry import Case, Problem, arithmetic_us, memory_us
 from glmserve.kernels.experts import ExpertWeight, Int4Weight, fused_launch, launch, reference
-from glmserve.kernels.experts.pairs import MANY_ROWS, empty_pairs
+from glmserve.kernels.experts.pairs import empty_pairs
 from glmserve.kernels.experts.reference import first_tensor
 from glmserve.kernels.linear import QuantWeight
 from glmserve.kernels.quantise import quantise
@@ -191,7 +191,7 @@ def gemm_problem(rows: int, which: int) -> Problem:
     top_k = TOP_K if which == 0 else 0
     x = quantise(torch.randn(rows * (1 if top_k else TOP_K), depth, device="cuda").bfloat16())
     fused = rows <= fused_launch.MOST_ROWS
-    tile = fused_launch.block_rows(rows) if fused else MANY_ROWS
+    tile = fused_launch.block_rows(rows) if fused else launch.many_rows(x.values)
     sorted_pairs = [launch.sort_pairs(ids, 0, EP[0], tile) for ids in choices]
     outs: dict[int, object] = {}
     shares = torch.rand(rows, TOP_K, device="cuda")

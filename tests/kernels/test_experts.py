@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from glmserve.kernels.experts import ExpertWeight, Int4Weight, launch, reference
+from glmserve.kernels.experts.pairs import MANY_ROWS
 from glmserve.kernels.linear import QuantWeight, quantise_weight
+from glmserve.kernels.quantise import QuantRows, quantise
 from tests.tolerances import assert_close
 
 KINDS = ["bf16", "fp8", "int4 g32", "int4 g128"]
@@ -182,3 +184,20 @@ def test_unserved_dimensions_are_named() -> None:
     assert launch.unserved(x, plain, make_weight("fp8", 1, 256, 256)) == {
         "gate_up and down": ("Tensor", "QuantWeight")
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "top_k"), [(4096, 2), (256, 2), (256, 0)])
+def test_hopper_form_has_the_plain_forms_bits(depth: int, top_k: int) -> None:
+    weight = to_device(make_weight("fp8", 5, 200, depth), torch.device("cuda"))
+    assert isinstance(weight, QuantWeight)
+    ids = choices(700, 6, 2).cuda()  # 233 rows an expert: a whole tile and a part of one
+    rows = QuantRows(
+        *(t.cuda() for t in quantise(torch.randn(700 if top_k else 1400, depth).bfloat16()))
+    )
+
+    def run(tile: int) -> torch.Tensor:
+        pairs = launch.sort_pairs(ids, 0, 5, tile)
+        return launch.grouped_linear(rows, weight, pairs, top_k)[0, : int(pairs.offsets[-1])]
+
+    assert torch.equal(run(launch.many_rows(ids)), run(MANY_ROWS))

@@ -18,7 +18,7 @@ from ..pdl import pdl
 from ..quantise import launch as quantise_launch
 from ..quantise.reference import QuantRows
 from ..swiglu import launch as swiglu_launch
-from . import fused_launch, int4, kernel, sorting
+from . import fused_launch, hopper, int4, kernel, sorting
 from .combining import combine
 from .pairs import FEW_ROWS, MANY_ROWS, SortedPairs, empty_pairs, long_sum_chunks
 from .reference import ExpertWeight, Int4Weight, first_tensor
@@ -100,6 +100,9 @@ def grouped_linear(
     parts = chunks if split else 1
     dtype = torch.float32 if split else torch.bfloat16
     out = torch.empty(parts, total, width, dtype=dtype, device=values.device)
+    if isinstance(x, QuantRows) and isinstance(weight, QuantWeight) and pairs.block_m > MANY_ROWS:
+        hopper.grouped_linear(x, weight, pairs, top_k, chunks, out[0])
+        return out
     common = (
         out, pairs.order, pairs.tile_expert, pairs.tile_begin, pairs.tile_end,
     )  # fmt: skip
@@ -121,6 +124,11 @@ def grouped_linear(
             16, 3, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def many_rows(x: torch.Tensor) -> int:
+    """Rows of a tile of block-fp8 products of many rows."""
+    return MANY_ROWS if x.device.type == "cpu" else hopper.TILE
 
 
 def grouped_int4(
@@ -159,7 +167,7 @@ def experts(
         if fused_launch.serves(len(x), x.dtype, (gate_up, down)):
             pairs = sort_pairs(ids, first, local, fused_launch.block_rows(len(x)))
             return fused_launch.experts(rows, weights, pairs, gate_up, down, shared)
-        pairs = sort_pairs(ids, first, local, MANY_ROWS)
+        pairs = sort_pairs(ids, first, local, many_rows(x))
         hidden = grouped_linear(rows, gate_up, pairs, ids.shape[1])
         inside = swiglu_launch.swiglu_parts_quantised(hidden, pairs.offsets[-1:])
         return combine(grouped_linear(inside, down, pairs, 0), pairs, weights, shared)
