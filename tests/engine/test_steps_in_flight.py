@@ -28,6 +28,17 @@ class SlowRanks(FakeRanks):
         return super().recv(timeout)
 
 
+def start(allowed: int) -> tuple[SlowRanks, EngineLoop, list[Update]]:
+    """One request whose prompt waits."""
+    config = EngineConfig("none", num_pages=8, max_rows=1, steps_in_flight=allowed)
+    config = config.with_limits(400)
+    ranks, updates = SlowRanks(config), list[Update]()
+    loop = EngineLoop(Scheduler(config, (96,)), ranks, updates.append)
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    loop.take([Request("a", np.arange(5, dtype=np.int32), sampling)])
+    return ranks, loop, updates
+
+
 @pytest.mark.parametrize(
     ("seconds", "allowed", "want"),
     [
@@ -38,14 +49,18 @@ class SlowRanks(FakeRanks):
     ],
 )
 def test_short_steps_are_planned_further_ahead(seconds: float, allowed: int, want: int) -> None:
-    config = EngineConfig("none", num_pages=8, max_rows=1, steps_in_flight=allowed)
-    config = config.with_limits(400)
-    ranks = SlowRanks(config)
+    ranks, loop, updates = start(allowed)
     ranks.seconds = seconds
-    updates: list[Update] = []
-    loop = EngineLoop(Scheduler(config, (96,)), ranks, updates.append)
-    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    loop.take([Request("a", np.arange(5, dtype=np.int32), sampling)])
     out = [len(loop.in_flight) for _ in iter(loop.step, False)]
     assert max(out) == want - 1  # one result has come when a step returns
     assert sum(len(update.tokens) for update in updates) == TOKENS
+
+
+def test_long_steps_after_short_ones_are_planned_two_ahead_again() -> None:
+    ranks, loop, _ = start(4)
+    for _ in range(TOKENS // 2):
+        loop.step()
+    assert len(loop.in_flight) == 3
+    ranks.seconds = 0.004
+    out = [len(loop.in_flight) for _ in range(TOKENS // 4) if loop.step()]
+    assert out[-1] == 1

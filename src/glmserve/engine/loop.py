@@ -20,6 +20,7 @@ from glmserve.messages import Cancel, Request, StepPlan, StepResult, Update, dec
 # and a plan's way back, take up to so long on a machine with idle cores.
 _COVER = 1.5e-3
 _SMOOTHING = 0.1  # weight of the newest interval between results
+_LONGEST = 2 * _COVER  # that counts: pauses say nothing, and long steps must be seen as such again
 
 
 class Ranks(Protocol):
@@ -78,7 +79,7 @@ class EngineLoop:
         result = decode(self.ranks.recv(self.step_timeout))
         assert isinstance(result, StepResult), result
         now = time.monotonic()
-        self._interval += _SMOOTHING * (min(now - self._last_result, _COVER) - self._interval)
+        self._interval += _SMOOTHING * (min(now - self._last_result, _LONGEST) - self._interval)
         self._last_result = now
         update = self.scheduler.apply(result, self.in_flight.popleft())
         if not update.empty:
