@@ -100,7 +100,7 @@ class Attention:
     def _values(
         self, query: Tensor, step: Step, cache: LayerCache, selection: Selection
     ) -> Tensor | QuantRows:
-        """[R, H * v], the heads' results; in fp8 where one kernel makes all that o_proj reads."""
+        """[R, H * v], the heads' results; in fp8 where o_proj reads that and none are dense."""
         dense = [c for c in step.batch.dense if c.context <= self.config.index_topk]
         if not dense:
             latent = self._sparse(query, step, cache, selection, slice(0, len(query)))
