@@ -9,7 +9,7 @@ import torch
 
 from bench.registry import Case, Problem, memory_us
 from glmserve.kernels.topk_select import reference
-from glmserve.kernels.topk_select.kernel import topk_select
+from glmserve.kernels.topk_select.launch import topk_select
 
 K = 2048
 SPILLS = {
@@ -24,10 +24,10 @@ PEERS = {
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    last = torch.empty(4, dtype=torch.int64, device=device)
-    for width in (2048, 8192, 102400, 1 << 20):
-        logits = torch.empty(4, width, device=device)
-        yield f"{width}", lambda x=logits: topk_select(x, K, last, 0)
+    for rows, width in ((4, 2048), (4, 8192), (4, 102400), (32, 102400), (32, 1 << 20)):
+        logits = torch.empty(rows, width, device=device)
+        last = torch.empty(rows, dtype=torch.int64, device=device)
+        yield f"{rows} x {width}", lambda x=logits, y=last: topk_select(x, K, y, 0)
 
 
 def problem(rows: int, width: int, sets: int) -> Problem:

@@ -18,7 +18,7 @@ from glmserve.kernels.slot_lookup.kernel import slot_lookup
 from glmserve.kernels.sparse_mla import reference as mla_reference
 from glmserve.kernels.sparse_mla.launch import sparse_mla
 from glmserve.kernels.step_inputs.kernel import step_inputs
-from glmserve.kernels.topk_select.kernel import topk_select
+from glmserve.kernels.topk_select.launch import topk_select
 from glmserve.kernels.value_up import reference as value_reference
 from glmserve.kernels.value_up.kernel import value_up
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glmserve.kernels.topk_select import reference
-from glmserve.kernels.topk_select.kernel import SHORT, topk_select
+from glmserve.kernels.topk_select import launch, reference
+from glmserve.kernels.topk_select.launch import SHORT, topk_select
 
 
 def check(logits: torch.Tensor, k: int, last: torch.Tensor | None = None, first: int = 0) -> None:
@@ -52,16 +52,30 @@ def test_extreme_scores(device: torch.device) -> None:
     check(logits, 300)
 
 
-@pytest.mark.parametrize("width", [SHORT + 1, 40000])
+@pytest.fixture(params=[16, 0], ids=["programs meet", "four launches"])
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FEW_ROWS", request.param)
+
+
+@pytest.mark.parametrize("width", [2 * SHORT + 1, 40000])
+@pytest.mark.usefixtures("few_rows")
 def test_long_rows_with_short_and_long_contents(device: torch.device, width: int) -> None:
     logits = torch.randn(4, width, device=device)
     logits[3] = logits[3].sort().values
     check(logits, 2048, torch.tensor([5, 3000, width - 1, width - 1], device=device))
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_long_rows_where_the_sample_misleads(device: torch.device) -> None:
     logits = torch.zeros(3, 20000, device=device)  # more ties than one CTA holds
     logits[1, 9000:11000] = 1.0
     logits[2] = -torch.inf
     logits[2, 12345] = 2.0
     check(logits, 2048)
+
+
+def test_rows_of_two_programs_and_the_counts_they_leave(device: torch.device) -> None:
+    logits = torch.randn(3, SHORT + 1, device=device)
+    last = torch.tensor([SHORT, SHORT - 1, 70], device=device)
+    for _ in range(2):  # counts are zero again
+        check(logits, 64, last, first=1)

@@ -22,8 +22,8 @@ def topk_select(
     if last is not None:
         assert last.shape == logits.shape[:1], last.shape
     if logits.is_cuda:
-        from . import kernel
+        from . import launch
 
-        if use_kernel("topk_select", "cuda", kernel.unserved(logits, k)):
-            return kernel.topk_select(logits, k, last, first)
+        if use_kernel("topk_select", "cuda", launch.unserved(logits, k)):
+            return launch.topk_select(logits, k, last, first)
     return reference.topk_select(logits, k, last, first)
