@@ -19,18 +19,19 @@ SPILLS = {
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    sizes = [(8, 1 << 16), (16, 1 << 16), (8, 1 << 22)]  # 32 and 64 heads: blocks of 16
-    for heads, cache_rows in sizes:
-        for rows, k in ((6, K), (6, 64), (32, K), (192, K), (4096, K)):
+    few = ((6, K), (6, 64), (4096, K))
+    # 32 and 64 heads are blocks of 16; of eight over fp8 rows the split follows the rows.
+    sizes = [(8, 1 << 16, (*few, (32, K), (192, K))), (16, 1 << 16, few), (8, 1 << 22, few)]
+    for heads, cache_rows, shapes in sizes:
+        for rows, k in shapes:
             for width, dtype in ((656, torch.uint8), (576, torch.bfloat16)):
                 query = torch.empty(rows, heads, 576, dtype=torch.bfloat16, device=device)
                 cache = torch.empty(cache_rows, width, dtype=dtype, device=device)
                 slots = torch.empty(rows, k, dtype=torch.int32, device=device)
-                for plain in (False, True):
-                    yield (
-                        f"{heads} heads {rows} x {k} {dtype} {cache_rows} slots {plain}",
-                        lambda q=query, c=cache, s=slots, p=plain: sparse_mla(q, c, s, SCALE, p),
-                    )
+                yield (
+                    f"{heads} heads {rows} x {k} {dtype} {cache_rows} slots",
+                    lambda q=query, c=cache, s=slots: sparse_mla(q, c, s, SCALE),
+                )
 
 
 def make_cache(slots: int, fp8: bool) -> torch.Tensor:
@@ -61,9 +62,7 @@ def expected(query: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> t
     return torch.cat(outs)
 
 
-def problem(
-    rows: int, requests: int, context: int, fp8: bool, sets: int, plain: bool = False
-) -> Problem:
+def problem(rows: int, requests: int, context: int, fp8: bool, sets: int) -> Problem:
     torch.manual_seed(0)
     pools = max(requests, 1) * sets  # each input set reads contexts of its own
     cache = make_cache(pools * context, fp8)
@@ -81,7 +80,7 @@ def problem(
     outs: dict[int, torch.Tensor] = {}
 
     def launch(i: int) -> None:
-        outs[i] = sparse_mla(query, cache, selections[i], SCALE, plain)
+        outs[i] = sparse_mla(query, cache, selections[i], SCALE)
 
     some = torch.arange(0, rows, max(1, rows // 128), device="cuda")
     want = expected(query[some], cache, selections[0][some])
@@ -93,7 +92,7 @@ def problem(
         if rows > MANY_ROWS:
             return True
         one = query[-1:].contiguous(), cache, selections[0][-1:].contiguous()
-        alone = sparse_mla(*one, SCALE, plain)
+        alone = sparse_mla(*one, SCALE)
         return torch.equal(alone, outs[0][-1:])
 
     return Problem(launch, sets, error, launches=max(4, min(20, 2000 // rows)), exact=exact)
@@ -120,14 +119,6 @@ def cases() -> Iterator[Case]:
         (192, 32, 2, 73.6, 175.35, 85.0),
     ):
         yield case(rows, requests, 8192, True, sets, floor, peer, target)
-    yield Case(
-        "sparse_mla",
-        "fp8 192 rows, 32 requests, 8K, plain tl",
-        lambda: problem(192, 32, 8192, True, 2, plain=True),
-        73.6,
-        6e-3,
-        175.35,
-    )
     yield case(1, 1, 8192, True, 1, memory_us(size), 17.12, None, " warm")
     yield case(6, 1, 8192, True, 1, 10.3, 18.16, None, " warm")
     yield case(192, 32, 102400, True, 1, 73.6, 183.42)

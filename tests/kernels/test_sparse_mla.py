@@ -44,11 +44,6 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want).norm() / want.norm())
 
 
-# Eight heads over fp8 rows have a Gluon form, which only a GPU can run.
-FORMS = [pytest.param(True, id="plain"), pytest.param(False, id="gluon", marks=pytest.mark.gpu)]
-
-
-@pytest.mark.parametrize("plain", FORMS)
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize(
     ("heads", "counts", "k"),
@@ -56,11 +51,11 @@ FORMS = [pytest.param(True, id="plain"), pytest.param(False, id="gluon", marks=p
     ids=["8 heads, leaves of all sizes", "8 heads, one leaf", "16 heads", "32 heads in two blocks"],
 )
 def test_matches_the_reference(
-    device: torch.device, fp8: bool, heads: int, counts: list[int], k: int, plain: bool
+    device: torch.device, fp8: bool, heads: int, counts: list[int], k: int
 ) -> None:
     query, cache, slots, values = make(device, fp8, heads, counts, k)
     want = reference.sparse_mla(query.float(), values, slots.long(), 512, SCALE)
-    got = sparse_mla(query, cache, slots, SCALE, plain)
+    got = sparse_mla(query, cache, slots, SCALE)
     assert got.dtype == torch.bfloat16
     for row, count in enumerate(counts):
         if count == 0:
@@ -86,17 +81,14 @@ def test_small_models_match_the_reference_alone_and_in_a_batch(
         assert torch.equal(alone[0], got[row])
 
 
-@pytest.mark.parametrize("plain", FORMS)
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(
-    device: torch.device, fp8: bool, plain: bool
-) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: torch.device, fp8: bool) -> None:
     query, cache, slots, _ = make(device, fp8, 8, [270, 120], 270)
-    together = sparse_mla(query, cache, slots, SCALE, plain)
+    together = sparse_mla(query, cache, slots, SCALE)
     for row in range(2):
         one = slice(row, row + 1)
         one_row = query[one].contiguous(), cache, slots[one].contiguous()
-        alone = sparse_mla(*one_row, SCALE, plain)
+        alone = sparse_mla(*one_row, SCALE)
         assert torch.equal(alone[0], together[row])
 
 
@@ -153,8 +145,7 @@ def test_parts_of_a_row_join_to_the_same_bits_from_tiles_chains_and_pairs(
         assert torch.equal(got, first), size
 
 
-@pytest.mark.parametrize("plain", FORMS)
-def test_outlier_scales_stay_in_f16_range(device: torch.device, plain: bool) -> None:
+def test_outlier_scales_stay_in_f16_range(device: torch.device) -> None:
     query, cache, slots, values = make(device, True, 8, [256], 256)
     scales = cache[:, 512:528].contiguous().view(torch.float32)
     factor = torch.where(torch.arange(len(cache), device=device) % 2 == 0, 1e4, 1e-2)[:, None]
@@ -162,7 +153,7 @@ def test_outlier_scales_stay_in_f16_range(device: torch.device, plain: bool) -> 
     values = unpack_latent_rows(cache)
     query *= 1e-4  # keeps the softmax from being one token's
     want = reference.sparse_mla(query.float(), values, slots.long(), 512, SCALE)
-    assert relative(sparse_mla(query, cache, slots, SCALE, plain), want) < 5e-3
+    assert relative(sparse_mla(query, cache, slots, SCALE), want) < 5e-3
 
 
 def test_dimensions_that_the_kernel_does_not_serve_are_named() -> None:

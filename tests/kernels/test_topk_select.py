@@ -79,3 +79,8 @@ def test_rows_of_two_programs_and_the_counts_they_leave(device: torch.device) ->
     last = torch.tensor([SHORT, SHORT - 1, 70], device=device)
     for _ in range(2):  # counts are zero again
         check(logits, 64, last, first=1)
+
+
+@pytest.mark.gpu
+def test_more_programs_meet_than_run_at_once(device: torch.device) -> None:
+    check(torch.randn(300, SHORT + 2000, device=device), 2048)

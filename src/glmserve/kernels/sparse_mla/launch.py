@@ -42,12 +42,11 @@ def sparse_mla(
     latent_cache: torch.Tensor,
     slots: torch.Tensor,
     scale: float,
-    plain: bool = False,
 ) -> torch.Tensor:
     """As the operator. Many rows (prefill) take each row's selection as one leaf, unmerged.
 
-    `plain` keeps to the Triton form where a Gluon form exists (eight heads over fp8 rows, up to
-    2048 slots a row); that one wants unused slots at the end of a selection.
+    Eight heads over fp8 rows have a form of their own (`hopper`) on a GPU, for up to 2048 slots a
+    row, the unused ones at the end; the interpreter takes the form of all other sizes.
     """
     assert query.is_contiguous(), query.stride()
     assert latent_cache.is_contiguous(), latent_cache.stride()
@@ -60,9 +59,8 @@ def sparse_mla(
     if rows == 0:
         return out
     fp8 = latent_cache.dtype == torch.uint8
-    on_gpu = query.device.type != "cpu"
     scale *= math.log2(math.e)
-    if fp8 and all_heads == 8 and on_gpu and not plain:
+    if fp8 and all_heads == 8 and query.device.type != "cpu":
         from .hopper import launch as hopper
 
         if k <= hopper.LONGEST:

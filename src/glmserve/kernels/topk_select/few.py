@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Counting in shared memory, and the n-th largest of a few: what `select` is made of.
+"""Counting in shared memory, and the n-th largest of a few: parts of both kernels of `kernel`.
 
 Entries are 64-bit words, the key above and the complement of the position below, so that the larger
 word is the better one and no two are equal. Triton has no addressable shared memory: it is declared

@@ -88,6 +88,9 @@ def select_short(logits, last, out, width, first, K, WIDTH: tl.constexpr, N: tl.
 
 @triton.jit
 def _meet(arrived, chunks):
+    """Waits for all programs of the row. They come to run even where more are launched than fit:
+    programs start in order, a row's lie side by side and are never more than multiprocessors, and
+    dependent kernels start after the last has begun."""
     tl.debug_barrier()
     tl.atomic_add(arrived, 1, sem="release", scope="gpu")
     here = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")

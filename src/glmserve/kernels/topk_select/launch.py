@@ -16,10 +16,9 @@ from .kernel import ALL, LIST, TALLY, WRITE, select_long, select_short
 
 SHORT = 8192  # positions that one program holds in registers
 CHUNK = 4096
-SMS = 132  # multiprocessors of an H200
 FEW_ROWS = 16  # above so many a row's programs have more to do than to wait,
 MANY_ROWS = 512  # or, of two programs a row, above so many
-MOST_CHUNKS = 128  # of a row: all of them run at once
+MOST_CHUNKS = 128  # of a row
 MOST_K = 8192
 
 
@@ -33,10 +32,19 @@ def _counts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _chunks(rows: int, width: int) -> int:
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # of an H200
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _chunks(rows: int, width: int, device: torch.device) -> int:
     """Programs a row that meet: as many as it has tiles, and at most what all run at once."""
     tiles = -(-width // SHORT)
-    each = -(-tiles // min(tiles, max(2, 2 * SMS // rows), MOST_CHUNKS))
+    at_once = _multiprocessors(device)
+    most = min(max(2, 2 * at_once // rows), at_once, MOST_CHUNKS)
+    each = -(-tiles // min(tiles, most))
     return -(-tiles // each)
 
 
@@ -83,7 +91,7 @@ def _meeting(
     """Few long rows: their chunks' programs meet within one launch."""
     rows, width = logits.shape
     hist, state = _counts(logits.device)
-    chunks = _chunks(rows, width)
+    chunks = _chunks(rows, width, logits.device)
     tiles = triton.cdiv(triton.cdiv(width, SHORT), chunks)
     listed = torch.empty(rows, ROOM.value, dtype=torch.int64, device=logits.device)
     over = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)

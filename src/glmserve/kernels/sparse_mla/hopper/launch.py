@@ -18,7 +18,7 @@ def _split(rows: int) -> tuple[int, int]:
     """(tiles a program, sums a program of the join) for so many rows."""
     if rows <= 8:
         return 1, 256
-    return (4, 256) if rows <= 33 else (8, 512)
+    return (4, 256) if rows <= 32 else (8, 512)
 
 
 def launch(
