@@ -109,6 +109,7 @@ def grouped_many(
     STAGES: tl.constexpr,
 ):
     """The same for many rows an expert, [BM, BN] tiles; weight is a descriptor of [E * width, K].
+    On a GPU block-fp8 weights have `hopper` for it.
 
     A weight tile that passes its expert's last row reads the next one's; those columns are dropped.
     """
