@@ -59,8 +59,11 @@ def largest_of(pairs, row, ranks, lines):
 
 @triton.jit
 def arrive(best, arrived, out, row, splits, decode):
-    """The last program of a row writes its pair, or (decode) its id. What a program added to `best`
-    is there, acquired, before it comes here: no store is waited for."""
+    """The last program of a row writes its pair, or (decode) its id.
+
+    No release: nothing but `best` is handed on, and its maximum was acquired, so this warp has its
+    answer from the L2 cache (ATOMG, and a wait for it) before it counts itself there.
+    """
     if tl.atomic_add(arrived + row * ARRIVED_LINE, 1, sem="acquire") == splits - 1:
         joined = tl.atomic_xchg(best + row * BEST_LINE, LOWEST, sem="relaxed")
         tl.store(arrived + row * ARRIVED_LINE, 0)
