@@ -24,7 +24,6 @@ from ..linear.hopper import (
     REGISTERS,
     ROWS,
     TILE,
-    band_order,
     boxes,
     let_next_start,
     multiply,
@@ -40,6 +39,10 @@ from ..quantise.reference import QuantRows
 from .pairs import SortedPairs
 
 __all__ = ["TILE", "grouped_linear"]
+
+# Column tiles that an expert's rows meet before the next expert's: its rows come from memory once
+# for all of them, and the weights pass once.
+WIDTH = gl.constexpr(4)
 
 
 @triton.jit(do_not_specialize=["rows", "pairs"])
@@ -65,6 +68,15 @@ def take_pairs(
 
 
 @gluon.jit
+def _order(work, row_tiles, tiles):
+    """(row tile, column tile) of a piece of work: all row tiles against WIDTH columns, then on."""
+    group = work // (WIDTH * row_tiles)
+    inside = work - group * WIDTH * row_tiles
+    wide = gl.minimum(tiles - group * WIDTH, WIDTH)
+    return inside // wide, group * WIDTH + inside % wide
+
+
+@gluon.jit
 def _produce(
     x, weight, tile_expert, tile_begin, tile_end, tile_count, width, blocks, x_tiles, w_tiles, full,
     empty, STAGES: gl.constexpr,
@@ -75,7 +87,7 @@ def _produce(
     stage = 0
     phase = 0
     for work in range(gl.program_id(0), count * columns, gl.num_programs(0)):
-        tile, column = band_order(work, count, columns)
+        tile, column = _order(work, count, columns)
         row = gl.load(tile_begin + tile)
         live = gl.minimum((gl.load(tile_end + tile) - row + ROWS - 1) // ROWS, GROUPS)
         line = gl.load(tile_expert + tile) * width + column * COLUMNS
@@ -108,7 +120,7 @@ def _consume(
     stage = 0
     phase = 0
     for work in range(gl.program_id(0), count * columns, gl.num_programs(0)):
-        tile, column = band_order(work, count, columns)
+        tile, column = _order(work, count, columns)
         row = gl.load(tile_begin + tile) + GROUP * ROWS
         stop = gl.load(tile_end + tile)
         if row < stop:

@@ -76,42 +76,64 @@ def shared_memory(STAGES: gl.constexpr, CHUNKED: gl.constexpr):
 
 
 @gluon.jit
+def _block(
+    acc, x_scale, w_scale, x_line, x_stride, w_line, block, blocks, per, stage, phase, x_tiles,
+    w_tiles, full, empty, sums, GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+):  # fmt: skip
+    """acc plus one K block, whose scales are given; returns those of the block after the next."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    none = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+    mbarrier.wait(full.index(stage), phase)
+    part = warpgroup_mma(
+        x_tiles.index(stage * GROUPS + GROUP), w_tiles.index(stage).permute((1, 0)), none,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    scale = (x_scale * w_scale)[:, None]
+    after = gl.minimum(block + 2, blocks - 1)
+    x_scale = gl.load(x_line + after * x_stride)
+    w_scale = gl.load(w_line + after)
+    part = warpgroup_mma_wait(0, deps=[part])
+    mbarrier.arrive(empty.index(stage))
+    acc += part * scale
+    if CHUNKED:
+        if (block + 1) % per == 0:
+            mine = sums.index(GROUP)
+            if block >= per:
+                acc += mine.load(MMA)
+            if block + 1 < blocks:
+                mine.store(acc)
+                acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+    stage, phase = step(stage, phase, STAGES)
+    return acc, x_scale, w_scale, stage, phase
+
+
+@gluon.jit
 def multiply(
     x_line, x_stride, w_line, blocks, per, stage, phase, x_tiles, w_tiles, full, empty, sums,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
 ):  # fmt: skip
     """This warpgroup's 64 rows times the weight tile over all K blocks, in chunks of `per`.
 
-    x_line: pointers to the rows' scales of block 0, w_line to the tile's.
+    x_line: pointers to the rows' scales of block 0, w_line to the tile's. Scales of even and of odd
+    blocks have registers of their own, so that a block does not wait for those of the next.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-    none = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-    x_scale = gl.load(x_line)
-    w_scale = gl.load(w_line)
-    for block in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
-        part = warpgroup_mma(
-            x_tiles.index(stage * GROUPS + GROUP), w_tiles.index(stage).permute((1, 0)), none,
-            use_acc=False, is_async=True,
+    x_even = gl.load(x_line)
+    w_even = gl.load(w_line)
+    second = gl.minimum(1, blocks - 1)
+    x_odd = gl.load(x_line + second * x_stride)
+    w_odd = gl.load(w_line + second)
+    for block in range(0, blocks, 2):
+        acc, x_even, w_even, stage, phase = _block(
+            acc, x_even, w_even, x_line, x_stride, w_line, block, blocks, per, stage, phase,
+            x_tiles, w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
         )  # fmt: skip
-        scale = (x_scale * w_scale)[:, None]
-        # The next block's scales travel under this block's products.
-        after = gl.minimum(block + 1, blocks - 1)
-        x_scale = gl.load(x_line + after * x_stride)
-        w_scale = gl.load(w_line + after)
-        part = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(empty.index(stage))
-        acc += part * scale
-        if CHUNKED:
-            if (block + 1) % per == 0:
-                mine = sums.index(GROUP)
-                if block >= per:
-                    acc += mine.load(MMA)
-                if block + 1 < blocks:
-                    mine.store(acc)
-                    acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-        stage, phase = step(stage, phase, STAGES)
+        if block + 1 < blocks:
+            acc, x_odd, w_odd, stage, phase = _block(
+                acc, x_odd, w_odd, x_line, x_stride, w_line, block + 1, blocks, per, stage, phase,
+                x_tiles, w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
+            )  # fmt: skip
     return acc, stage, phase
 
 
