@@ -52,20 +52,20 @@ def test_extreme_scores(device: torch.device) -> None:
     check(logits, 300)
 
 
-@pytest.fixture(params=[16, 0], ids=["programs meet", "four launches"])
-def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "FEW_ROWS", request.param)
+@pytest.fixture(params=[132, 0], ids=["programs meet", "four launches"])
+def forms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: request.param)
 
 
 @pytest.mark.parametrize("width", [2 * SHORT + 1, 40000])
-@pytest.mark.usefixtures("few_rows")
+@pytest.mark.usefixtures("forms")
 def test_long_rows_with_short_and_long_contents(device: torch.device, width: int) -> None:
     logits = torch.randn(4, width, device=device)
     logits[3] = logits[3].sort().values
     check(logits, 2048, torch.tensor([5, 3000, width - 1, width - 1], device=device))
 
 
-@pytest.mark.usefixtures("few_rows")
+@pytest.mark.usefixtures("forms")
 def test_long_rows_where_the_sample_misleads(device: torch.device) -> None:
     logits = torch.zeros(3, 20000, device=device)  # more ties than one CTA holds
     logits[1, 9000:11000] = 1.0

@@ -99,14 +99,14 @@ def _meet(arrived, chunks):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["first", "K", "tiles"])
+@triton.jit(do_not_specialize=["first", "K"])
 def select_long(
-    logits, last, hist, state, listed, over, out, width, first, K, tiles,
+    logits, last, hist, state, listed, over, out, width, first, K,
     WIDTH: tl.constexpr, N: tl.constexpr, SAMPLE: tl.constexpr, CHUNKS: tl.constexpr,
     PHASE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk is `tiles` times N positions. hist [rows, BINS] and state [rows, 8] are zero before
-    and after: edges of the bins (2), counts above and in the bin (2), entries listed, arrivals (2).
+    """A program has N positions of a row. hist [rows, BINS] and state [rows, 8] are zero before and
+    after: edges of the bins (2), counts above and in the bin (2), entries listed, arrivals (2).
     listed [rows, ROOM] int64; over [rows, chunks] counts above the bin.
     """
     chunk = tl.program_id(0)
@@ -124,8 +124,8 @@ def select_long(
     listed += row * ROOM
     over += row * chunks
     edges = state.to(tl.pointer_type(tl.float32))
-    begin = chunk * tiles * N
-    end = tl.minimum(begin + tiles * N, stop)
+    begin = chunk * N
+    position = begin + i
     b = tl.arange(0, BINS)
     if stop - first <= N:
         if (chunk == 0) & ((PHASE == 0) | (PHASE == 1)):
@@ -144,10 +144,8 @@ def select_long(
             base, per_unit = _edges(low, high)
             # The k-th of a million lies beyond the largest of a sample of thousands now and then.
             per_unit *= 0.6666667
-            counted = b * 0
-            for start in range(begin, end, N):
-                keys = load_keys(line, start + i, first, stop)
-                counted += count(words, _bins(keys, base, per_unit), keys != HIDDEN)
+            keys = load_keys(line, position, first, stop)
+            counted = count(words, _bins(keys, base, per_unit), keys != HIDDEN)
             n = counts(words, counted)
             tl.atomic_add(hist + (BINS - 1 - b), n, mask=n > 0, sem="relaxed")
             if chunk == 0:
@@ -164,15 +162,13 @@ def select_long(
                 per_unit = tl.load(edges + 1)
             from_top = tl.load(hist + (BINS - 1 - b), cache_modifier=".cg")
             bin_, above, within = find(words, from_top, K)
-            mine_over = 0
-            for start in range(begin, end, N):
-                keys = load_keys(line, start + i, first, stop)
-                place = _bins(keys, base, per_unit)
-                mine_over += tl.sum(((place > bin_) & (keys != HIDDEN)).to(tl.int32), 0)
-                here = (place == bin_) & (keys != HIDDEN) & (within <= ROOM)
-                slot = tl.atomic_add(state + 4 + i * 0, 1, mask=here, sem="relaxed")
-                tl.store(listed + slot, entry(keys, start + i), mask=here)
-            tl.store(over + chunk, mine_over)
+            keys = load_keys(line, position, first, stop)
+            place = _bins(keys, base, per_unit)
+            here = (place == bin_) & (keys != HIDDEN) & (within <= ROOM)
+            slot = tl.atomic_add(state + 4 + i * 0, 1, mask=here, sem="relaxed")
+            tl.store(listed + slot, entry(keys, position), mask=here)
+            mine_over = (place > bin_) & (keys != HIDDEN)
+            tl.store(over + chunk, tl.sum(mine_over.to(tl.int32), 0))
             if chunk == 0:
                 tl.store(state + 2, above)
                 tl.store(state + 3, within)
@@ -197,12 +193,10 @@ def select_long(
                     least = nth(words, e, inside, within, K - above)
                     mine = inside & (e >= least) & (key_and_position(e)[1] < begin)
                     already += tl.sum(mine.to(tl.int32), 0)
-                for start in range(begin, end, N):
-                    keys = load_keys(line, start + i, first, stop)
-                    chosen = (keys != HIDDEN) & _reaches(keys, start + i, least)
-                    rank = tl.cumsum(chosen.to(tl.int32), 0)
-                    tl.store(target + already + rank - 1, start + i, mask=chosen)
-                    already += tl.max(rank, 0)
+                keys = load_keys(line, position, first, stop)
+                chosen = (keys != HIDDEN) & _reaches(keys, position, least)
+                rank = tl.cumsum(chosen.to(tl.int32), 0)
+                tl.store(target + already + rank - 1, position, mask=chosen)
                 if (chunk == 0) & (within == 0) & (above < K):
                     pad(target, above, K, WIDTH)
             if chunk == 0:

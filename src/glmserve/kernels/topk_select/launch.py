@@ -16,8 +16,7 @@ from .kernel import ALL, LIST, TALLY, WRITE, select_long, select_short
 
 SHORT = 8192  # positions that one program holds in registers
 CHUNK = 4096
-FEW_ROWS = 16  # above so many a row's programs have more to do than to wait,
-MANY_ROWS = 512  # or, of two programs a row, above so many
+MOST_ROWS = 512  # whose programs meet
 MOST_CHUNKS = 128  # of a row
 MOST_K = 8192
 
@@ -27,8 +26,8 @@ def _counts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(hist, state) of `select_long`; every launch leaves them as they were. Kept for good, as
     captured graphs know their addresses."""
     return (
-        torch.zeros(MANY_ROWS, BINS.value, dtype=torch.int32, device=device),
-        torch.zeros(MANY_ROWS, 8, dtype=torch.int32, device=device),
+        torch.zeros(MOST_ROWS, BINS.value, dtype=torch.int32, device=device),
+        torch.zeros(MOST_ROWS, 8, dtype=torch.int32, device=device),
     )
 
 
@@ -39,13 +38,13 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _chunks(rows: int, width: int, device: torch.device) -> int:
-    """Programs a row that meet: as many as it has tiles, and at most what all run at once."""
-    tiles = -(-width // SHORT)
-    at_once = _multiprocessors(device)
-    most = min(max(2, 2 * at_once // rows), at_once, MOST_CHUNKS)
-    each = -(-tiles // min(tiles, most))
-    return -(-tiles // each)
+def _meets(rows: int, width: int, device: torch.device) -> bool:
+    """Whether a row's programs, one a SHORT positions, meet: where all rows' run at once, or two a
+    row. Many programs have more to do than to wait (`many`)."""
+    chunks = -(-width // SHORT)
+    if chunks == 2:
+        return rows <= MOST_ROWS
+    return chunks <= MOST_CHUNKS and rows * chunks <= _multiprocessors(device)
 
 
 def unserved(logits: torch.Tensor, k: int) -> dict[str, object]:
@@ -78,7 +77,7 @@ def topk_select(
             logits, last, out, width, first, k, WIDTH=padded, N=n,
             num_warps=warps, **pdl(),
         )  # fmt: skip
-    elif rows <= (FEW_ROWS if width > 2 * SHORT else MANY_ROWS):
+    elif _meets(rows, width, device):
         _meeting(logits, k, last, first, padded, out)
     else:
         _in_four(logits, k, last, first, padded, out)
@@ -88,17 +87,16 @@ def topk_select(
 def _meeting(
     logits: torch.Tensor, k: int, last: torch.Tensor, first: int, padded: int, out: torch.Tensor
 ) -> None:
-    """Few long rows: their chunks' programs meet within one launch."""
+    """Rows whose programs meet within one launch."""
     rows, width = logits.shape
     hist, state = _counts(logits.device)
-    chunks = _chunks(rows, width, logits.device)
-    tiles = triton.cdiv(triton.cdiv(width, SHORT), chunks)
+    chunks = triton.cdiv(width, SHORT)
     listed = torch.empty(rows, ROOM.value, dtype=torch.int64, device=logits.device)
     over = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     # The interpreter runs programs one after the other, so that they cannot meet.
     for phase in (TALLY, LIST, WRITE) if INTERPRET.value else (ALL,):
         select_long[(chunks, rows)](
-            logits, last, hist, state, listed, over, out, width, first, k, tiles,
+            logits, last, hist, state, listed, over, out, width, first, k,
             WIDTH=padded, N=SHORT, SAMPLE=2048, CHUNKS=MOST_CHUNKS, PHASE=phase.value, num_warps=16,
             **pdl(),
         )  # fmt: skip
