@@ -317,7 +317,7 @@ def test_running_requests_share_pages_and_the_oldest_unused_are_evicted() -> Non
     max_rows=st.integers(1, 5),
     chunk=st.sampled_from([1, 7, 16, 64]),
     drafts=st.integers(0, 3),
-    steps_in_flight=st.sampled_from([1, 2, 4]),
+    steps_in_flight=st.sampled_from([1, 2, 6]),
     page_seed=st.one_of(st.none(), st.integers(0, 9)),
 )
 def test_any_mix_of_requests_equals_one_at_a_time(
