@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -19,13 +17,17 @@ TOKENS = 80
 
 
 class SlowRanks(FakeRanks):
-    """A result takes `seconds`."""
+    """A result takes `seconds` of the time that `clock` tells."""
 
     seconds = 0.0
+    now = 0.0
 
     def recv(self, timeout: float | None = None) -> bytes:
-        time.sleep(self.seconds)
+        self.now += self.seconds
         return super().recv(timeout)
+
+    def clock(self) -> float:
+        return self.now
 
 
 def start(allowed: int) -> tuple[SlowRanks, EngineLoop, list[Update]]:
@@ -33,7 +35,7 @@ def start(allowed: int) -> tuple[SlowRanks, EngineLoop, list[Update]]:
     config = EngineConfig("none", num_pages=8, max_rows=1, steps_in_flight=allowed)
     config = config.with_limits(400)
     ranks, updates = SlowRanks(config), list[Update]()
-    loop = EngineLoop(Scheduler(config, (96,)), ranks, updates.append)
+    loop = EngineLoop(Scheduler(config, (96,)), ranks, updates.append, clock=ranks.clock)
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     loop.take([Request("a", np.arange(5, dtype=np.int32), sampling)])
     return ranks, loop, updates
@@ -43,7 +45,8 @@ def start(allowed: int) -> tuple[SlowRanks, EngineLoop, list[Update]]:
     ("seconds", "allowed", "want"),
     [
         pytest.param(0.004, 4, 2, id="long-steps"),
-        pytest.param(0.0, 4, 4, id="short-steps"),
+        pytest.param(0.0006, 6, 4, id="short-steps"),
+        pytest.param(0.0003, 6, 6, id="shorter-steps"),
         pytest.param(0.0, 2, 2, id="short-steps-limited"),
         pytest.param(0.0, 1, 1, id="one-at-a-time"),
     ],

@@ -40,18 +40,20 @@ class EngineLoop:
         ranks: Ranks,
         emit: Callable[[Update], None],
         step_timeout: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.ranks = ranks
         self.emit = emit
         self.step_timeout = step_timeout  # seconds a step may take before the ranks are given up
+        self.clock = clock  # seconds; never goes back
         self.in_flight: deque[StepPlan] = deque()
         self._interval = _COVER  # seconds between results, smoothed
         self._last_result = 0.0
 
     def take(self, messages: Iterable[Request | Cancel]) -> None:
         """Queues requests, applies cancels and deadlines. Called before every step."""
-        now = time.monotonic()
+        now = self.clock()
         ended = self.scheduler.expire(now)
         for message in messages:
             if isinstance(message, Cancel):
@@ -78,7 +80,7 @@ class EngineLoop:
             return False
         result = decode(self.ranks.recv(self.step_timeout))
         assert isinstance(result, StepResult), result
-        now = time.monotonic()
+        now = self.clock()
         self._interval += _SMOOTHING * (min(now - self._last_result, _LONGEST) - self._interval)
         self._last_result = now
         update = self.scheduler.apply(result, self.in_flight.popleft())
