@@ -43,8 +43,6 @@ def test_a_sum_moves_the_bytes_of_the_ledger(rows: int, two_shot: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 6, 192])
 def test_the_boundary_kernel_runs_between_stand_ins(rows: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     group = StandInGroup(2, 8)
     group.share_memory(256, WIDTH)
     generator = torch.Generator("cuda").manual_seed(rows)
