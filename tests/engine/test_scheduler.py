@@ -311,7 +311,7 @@ def test_running_requests_share_pages_and_the_oldest_unused_are_evicted() -> Non
     assert harness.output("again") == expected_output([*shared, 5], 2, ())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     data=st.data(),
     seed=st.integers(0, 1000),

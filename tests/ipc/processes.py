@@ -59,4 +59,4 @@ def no_process_left_behind() -> Iterator[None]:
     me = os.getpid()
     children = children_of(me)
     yield
-    wait_until(lambda: children_of(me) <= children, 5.0, "every child process has ended")
+    wait_until(lambda: children_of(me) <= children, 20.0, "every child process has ended")

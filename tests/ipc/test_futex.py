@@ -23,11 +23,11 @@ def word():
 
 def test_add_wakes_a_sleeper_with_the_new_value(word: WaitWord) -> None:
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(word.wait_change, 0, deadline_after(10))
+        waiting = pool.submit(word.wait_change, 0, deadline_after(60))
         time.sleep(0.05)
         assert not waiting.done()
         word.add(3)
-        assert waiting.result(5) == 6
+        assert waiting.result(20) == 6
 
 
 def test_a_changed_value_returns_without_sleeping(word: WaitWord) -> None:
@@ -39,7 +39,7 @@ def test_the_deadline_ends_the_wait(word: WaitWord) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         word.wait_change(0, deadline_after(0.1))
-    assert 0.09 < time.monotonic() - start < 5.0
+    assert 0.09 < time.monotonic() - start < 20.0
 
 
 def test_concurrent_adds_are_all_counted(word: WaitWord) -> None:
@@ -60,7 +60,7 @@ def test_abort_ends_every_wait_now_and_later(word: WaitWord) -> None:
         word.abort()
         for future in waiting:
             with pytest.raises(Aborted):
-                future.result(5)
+                future.result(20)
     word.add(1)
     assert is_aborted(word.load())
     for seen in (0, 2, word.load()):

@@ -54,7 +54,7 @@ def test_a_child_sees_its_arguments_environment_and_descriptors() -> None:
     assert os.read(read_end, 10) == b"0"
     assert os.read(read_end, 10) == b""  # no other copy of the write end is left anywhere
     os.close(read_end)
-    assert child.wait(5) == 0
+    assert child.wait(20) == 0
     assert child.describe_exit() == "exit code 0"
 
 
@@ -63,7 +63,7 @@ def test_output_reaches_the_sink_and_the_tail_explains_a_failure() -> None:
     child = start(
         "print('loading'); raise SystemExit('no such tensor: lm_head')", sink=lines.append
     )
-    assert child.wait(10) == 1
+    assert child.wait(20) == 1
     assert child.tail().splitlines() == ["loading", "no such tensor: lm_head"]
     assert lines == ["[test] loading\n", "[test] no such tensor: lm_head\n"]
 
@@ -74,7 +74,7 @@ def test_death_is_reported_at_once_and_names_the_signal() -> None:
     assert child.alive()
     assert child.wait(0) is None
     child.signal(signal.SIGKILL)
-    assert ended.wait(5)
+    assert ended.wait(20)
     assert child.describe_exit() == "signal 9"
     child.signal(signal.SIGKILL)  # the pid is free by now: nothing is sent
 
@@ -93,17 +93,17 @@ def test_a_child_outlives_the_thread_that_spawned_it() -> None:
 def test_closing_the_heartbeat_ends_the_child() -> None:
     heartbeat = Heartbeat()
     child = start(HEARTBEAT, str(heartbeat.child_fd), heartbeat=heartbeat)
-    wait_until(printed(child, "watching"), 10, "the child watches")
+    wait_until(printed(child, "watching"), 20, "the child watches")
     begin = time.monotonic()
-    terminate([child], grace=5)
-    assert time.monotonic() - begin < 4.0
+    terminate([child], grace=60)
+    assert time.monotonic() - begin < 30.0
     assert child.describe_exit() == "exit code 0"
 
 
 def test_terminate_kills_a_child_that_ignores_everything() -> None:
     polite, deaf = start(SLEEP), start(DEAF)
-    wait_until(printed(deaf, "deaf"), 10, "the handler is set")
-    terminate([polite, deaf], grace=0.1, term_grace=0.3)
+    wait_until(printed(deaf, "deaf"), 20, "the handler is set")
+    terminate([polite, deaf], grace=0.1, term_grace=1.0)
     assert polite.describe_exit() == "signal 15"
     assert deaf.describe_exit() == "signal 9"
 
@@ -140,7 +140,7 @@ def test_kill_9_of_the_parent_leaves_no_child(kind: str) -> None:
     assert not any(map(gone, pids))
     parent.kill()
     parent.wait()
-    wait_until(lambda: all(map(gone, pids)), 5.0, "all children are gone")
+    wait_until(lambda: all(map(gone, pids)), 20.0, "all children are gone")
     parent.stdin.close()
     parent.stdout.close()
 
@@ -148,7 +148,7 @@ def test_kill_9_of_the_parent_leaves_no_child(kind: str) -> None:
 def test_a_program_that_does_not_exist_is_a_failed_start() -> None:
     heartbeat = Heartbeat()
     child = spawn(["/nowhere/program"], name="test", env={}, heartbeat=heartbeat)
-    assert child.wait(10) == 1
+    assert child.wait(20) == 1
     assert "FileNotFoundError" in child.tail()
 
 

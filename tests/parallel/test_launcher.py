@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -53,13 +54,13 @@ def test_plans_reach_the_ranks_and_results_come_back() -> None:
         for size in (1, 100_000):
             plan = os.urandom(size)
             launcher.send(plan, 10)
-            assert launcher.recv(10) == plan
+            assert launcher.recv(20) == plan
         launcher.check()
         assert launcher.failure is None
         assert len(set(launcher.pids)) == 4
         wait_until(
             lambda: [child.tail() for child in launcher.children] == ["torch loaded: False"] * 4,
-            10,
+            20,
             "every rank says that it has not loaded torch",
         )
 
@@ -69,7 +70,7 @@ def test_a_plan_that_no_ring_could_hold_is_refused() -> None:
         with pytest.raises(MessageTooLarge):
             launcher.send(bytes(5000))
         launcher.send(b"small")
-        assert [launcher.recv(20), launcher.recv(10)] == [b"ready", b"small"]
+        assert [launcher.recv(20), launcher.recv(20)] == [b"ready", b"small"]
 
 
 def test_a_rank_that_cannot_start_is_named_and_its_reason_kept() -> None:
@@ -88,22 +89,23 @@ def test_a_rank_that_cannot_start_is_named_and_its_reason_kept() -> None:
         assert launcher.failure_detail == "tensor lm_head.weight is missing"
         with pytest.raises(EngineError, match="rank 3"):
             launcher.check()
-        wait_until(lambda: all(map(gone, launcher.pids)), 5.0, "the other ranks have ended")
+        wait_until(lambda: all(map(gone, launcher.pids)), 20.0, "the other ranks have ended")
 
 
 def test_close_ends_the_ranks_at_once_and_gives_everything_back() -> None:
     library_fd()  # stays open as long as the process
-    before = sorted(os.listdir("/proc/self/fd"))
+    gc.collect()  # what earlier tests left is closed now, not while this one counts
+    before = set(os.listdir("/proc/self/fd"))
     with launched("echo", ranks=8) as launcher:
         assert launcher.recv(30) == b"ready"
         start = time.monotonic()
-        launcher.close()
-        assert time.monotonic() - start < 4.0
+        launcher.close(timeout=60.0)
+        assert time.monotonic() - start < 30.0  # none of them waited for the time to pass
         assert all(map(gone, launcher.pids))
         assert launcher.failure is None
         launcher.close()
     wait_until(
-        lambda: sorted(os.listdir("/proc/self/fd")) == before, 5.0, "every descriptor is closed"
+        lambda: set(os.listdir("/proc/self/fd")) <= before, 20.0, "every descriptor is closed"
     )
 
 
@@ -111,8 +113,8 @@ def test_close_kills_ranks_that_ignore_it_within_its_timeout() -> None:
     with launched("deaf") as launcher:
         assert launcher.recv(20) == b"ready"
         start = time.monotonic()
-        launcher.close(timeout=3.0)
-        assert time.monotonic() - start < 6.0
+        launcher.close(timeout=1.0)
+        assert time.monotonic() - start < 30.0  # they sleep for ten minutes
         assert {child.describe_exit() for child in launcher.children} == {"signal 9"}
 
 
@@ -174,5 +176,5 @@ def test_kill_9_of_the_engine_leaves_no_rank() -> None:
     assert not any(map(gone, pids))
     engine.kill()
     engine.wait()
-    wait_until(lambda: all(map(gone, pids)), 5.0, "every rank is gone")
+    wait_until(lambda: all(map(gone, pids)), 20.0, "every rank is gone")
     engine.stdout.close()

@@ -55,7 +55,7 @@ def test_abort_ends_a_wait_at_once_and_every_later_one(threads: Threads) -> None
     time.sleep(0.05)
     threads.segment.abort()
     with pytest.raises(Aborted):
-        waiting.result(5)
+        waiting.result(20)
     for call in (threads.groups[1].barrier, lambda: threads.groups[0].all_gather(torch.ones(1))):
         with pytest.raises(Aborted):
             call()
@@ -66,7 +66,7 @@ def test_a_peer_that_never_comes_is_a_timeout() -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="rank 1"):
         threads.groups[1].barrier()
-    assert 0.09 < time.monotonic() - start < 5.0
+    assert 0.09 < time.monotonic() - start < 20.0
     threads.close()
 
 

@@ -8,12 +8,14 @@ a test knows the text. A request's `seed` chooses what else happens (see `Act`).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Self
 
 from glmserve.config import EngineConfig
@@ -25,6 +27,7 @@ from glmserve.model_config import ModelConfig
 STEP = 3  # ids of a chunk: 1, 2, 3, 1, 2, 3 ...
 PAUSE = 0.002  # seconds between two steps
 CACHED = 1  # tokens of every prompt that it says it had
+LOADING = "GLMSERVE_TEST_LOADING"  # names a file: the script loads for as long as it is there
 
 
 class Act(IntEnum):
@@ -38,6 +41,8 @@ class Act(IntEnum):
     DIE = 5  # the engine fails when this request has four tokens
     QUEUE_FULL = 6  # refused with UNAVAILABLE
     PLAY = 7  # answers with `allowed_token_ids` in their order, whose last id ends the answer
+    HOLD = 8  # as SLOW, but the last step waits until a request says RELEASE
+    RELEASE = 9  # answers, and lets the requests that are held now end
 
 
 def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -74,7 +79,9 @@ class ScriptedEngine:
         model = ModelConfig.from_file(f"{config.checkpoint}/config.json")
         if on_progress is not None:
             on_progress("loading the script")
-        time.sleep(1.0)  # a test looks at readiness while this loads
+        loading = Path(os.environ.get(LOADING, "/nowhere"))
+        while loading.exists():
+            time.sleep(PAUSE)
         info = EngineInfo(
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len,
@@ -99,6 +106,9 @@ class ScriptedEngine:
             ids = list(request.sampling.allowed_token_ids or ())
         row = _Row(request, ids, act, time.monotonic() + delay)
         with self._changed:
+            if act is Act.RELEASE:
+                for held in self._rows.values():
+                    held.act = Act.SLOW if held.act is Act.HOLD else held.act
             if act is Act.FAIL_AT_ONCE:
                 self._error(row, "the script failed", "INTERNAL")
             elif act is Act.QUEUE_FULL:
@@ -139,9 +149,11 @@ class ScriptedEngine:
                         self._step(row, now)
 
     def _step(self, row: _Row, now: float) -> None:
-        if row.act is Act.SLOW:
+        if row.act in (Act.SLOW, Act.HOLD):
             row.ready_at = now + 0.02
         new = row.ids[row.sent : row.sent + 1 + row.chunks % STEP]
+        if row.act is Act.HOLD and row.sent + len(new) == len(row.ids):
+            return
         row.sent += len(new)
         if row.sent >= 4 and row.act is Act.DIE:
             self._dead = True

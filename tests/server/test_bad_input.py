@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is answered at once with an error that names the field, and harms nobody else."""
+"""Bad input is answered while others run, with an error that names the field, and harms nobody."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from glmserve.text.tokenizer import Tokenizer
-from tests.server.harness import BackgroundStreams, Server
+from tests.server.harness import BackgroundStreams, Server, wait_until
 from tests.server.scripted_engine import Act, answer
-
-AT_ONCE = 2.0  # seconds; two busy cores are shared with sixteen streams
 
 # name -> (request to the ensemble, what the error must say)
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -55,10 +52,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def _one_by_one(server: Server, context: int) -> None:
     for name, (request, said) in BAD.items():
-        started = time.monotonic()
         got = server.generate_stream(**{"stream": False, **request})
-        seconds = time.monotonic() - started
-        assert seconds < AT_ONCE, (name, seconds)
         assert got.responses == [], name
         for word in said:
             assert word.replace("CONTEXT", str(context)) in got.error, (name, got.error)
@@ -77,14 +71,16 @@ def test_bad_input_names_the_field_while_streams_run_unharmed(
     prompts = [f"stream {i} goes on: " for i in range(16)]
     streams = BackgroundStreams(
         scripted,
-        [{"text_input": p, "stream": True, "max_tokens": 400, "seed": Act.SLOW} for p in prompts],
+        [{"text_input": p, "stream": True, "max_tokens": 100, "seed": Act.HOLD} for p in prompts],
     )
+    wait_until(lambda: scripted.status()["running"] == 16, 20.0, "sixteen streams run")
     _one_by_one(scripted, context)
-    assert scripted.status()["running"] == 16, "the streams had ended before the bad requests had"
+    assert scripted.status()["running"] == 16
+    assert scripted.generate(text_input="x", max_tokens=1, seed=Act.RELEASE)[0] == 200
     for prompt, got in zip(prompts, streams.join(60.0), strict=True):
         ids = tokenizer.encode(prompt)
-        got.check_stream(len(ids), 400)
-        assert got.text == tokenizer.decode(answer(ids, 400))
+        got.check_stream(len(ids), 100)
+        assert got.text == tokenizer.decode(answer(ids, 100))
         assert got.finals == 1
 
 

@@ -145,9 +145,9 @@ def test_cancelling_ends_every_choice(drafting: Server, tokenizer: Tokenizer, st
             lambda: drafting.metrics()["num_requests_running"] == 4, 20.0, "four choices run"
         )
         opened.cancel()
-    wait_until(lambda: drafting.status()["running"] == 0, 5.0, "the answer has ended")
+    wait_until(lambda: drafting.status()["running"] == 0, 20.0, "the answer has ended")
     wait_until(
-        lambda: drafting.metrics()["kv_cache_pages_used"] == 0, 5.0, "every choice has ended"
+        lambda: drafting.metrics()["kv_cache_pages_used"] == 0, 20.0, "every choice has ended"
     )
 
 

@@ -175,10 +175,10 @@ def test_tokens_behind_a_stop_string_are_not_counted(scripted: Server) -> None:
 
 
 def test_stop_string_ends_a_stream_at_once(scripted: Server, tokenizer: Tokenizer) -> None:
-    """The script would go on for 1,500 tokens; nothing follows the text before the stop string."""
+    """The script would never end; nothing follows the text before the stop string."""
     prompt = "alpha beta gamma delta END omega "
     got = scripted.grpc_stream(
-        text_input=prompt, stream=True, max_tokens=1500, stop_words=["END"], seed=Act.SLOW
+        text_input=prompt, stream=True, max_tokens=1500, stop_words=["END"], seed=Act.HOLD
     )
     assert got.error == ""
     assert got.text == "alpha beta gamma delta "
@@ -186,7 +186,7 @@ def test_stop_string_ends_a_stream_at_once(scripted: Server, tokenizer: Tokenize
     assert got.responses[-1]["stop_reason"] == '"END"'
     assert got.finals == 1
     assert sum(r["num_output_tokens"] for r in got.responses) <= len(tokenizer.encode(prompt))
-    wait_until(lambda: scripted.status()["running"] == 0, 2.0, "the engine was told")
+    wait_until(lambda: scripted.status()["running"] == 0, 20.0, "the engine was told")
 
 
 def test_nothing_follows_a_stop_string_in_busy_streams(scripted: Server) -> None:
@@ -207,14 +207,12 @@ def test_nothing_follows_a_stop_string_in_busy_streams(scripted: Server) -> None
 
 
 def test_stop_string_ends_generate_before_its_tokens_are_made(scripted: Server) -> None:
-    started = time.monotonic()
     status, body = scripted.generate(
-        text_input="alpha beta END omega ", max_tokens=1500, stop_words=["END"], seed=Act.SLOW
+        text_input="alpha beta END omega ", max_tokens=1500, stop_words=["END"], seed=Act.HOLD
     )
     assert status == 200
-    assert time.monotonic() - started < 5.0  # all its tokens take 15 s
     assert (body["text_output"], body["finish_reason"]) == ("alpha beta ", "stop")
-    wait_until(lambda: scripted.status()["running"] == 0, 2.0, "the engine was told")
+    wait_until(lambda: scripted.status()["running"] == 0, 20.0, "the engine was told")
 
 
 def test_echo_repeats_the_prompt(scripted: Server, tokenizer: Tokenizer) -> None:
@@ -223,11 +221,13 @@ def test_echo_repeats_the_prompt(scripted: Server, tokenizer: Tokenizer) -> None
 
 
 def test_silent_stream_gets_empty_responses(scripted: Server, tokenizer: Tokenizer) -> None:
+    started = time.monotonic()
     got = scripted.grpc_stream(text_input="one two", stream=True, max_tokens=6, seed=Act.SILENT)
+    seconds = time.monotonic() - started
     got.check_stream(len(tokenizer.encode("one two")), 6)
     assert got.text == _expected(tokenizer, "one two", 6)
     empty = [r for r in got.responses if r["num_output_tokens"] == 0]
-    assert 2 <= len(empty) <= 6  # one in half a second, for three seconds
+    assert 2 <= len(empty) <= seconds / 0.5  # one in half a second, for three seconds
     assert [r["text_output"] for r in empty] == [""] * len(empty)
 
 
@@ -277,17 +277,17 @@ def test_error_before_the_first_token_is_a_status(scripted: Server) -> None:
         assert (status, reason in body["error"]) == (400, True)
 
 
-_LONG = {"text_input": "one two", "stream": True, "max_tokens": 1500, "seed": Act.SLOW}  # 15 s
+_LONG = {"text_input": "one two", "stream": True, "max_tokens": 1500, "seed": Act.HOLD}
 
 
 def test_http_client_that_leaves_ends_its_request(scripted: Server) -> None:
     """The server does not cancel a running step of an ensemble: postprocess tells glm_dsa."""
-    connection = http.client.HTTPConnection("127.0.0.1", scripted.http_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", scripted.http_port, timeout=60)
     connection.request("POST", "/v2/models/ensemble/generate_stream", json.dumps(_LONG))
     connection.getresponse().readline()
     assert scripted.status()["running"] == 1
     connection.close()
-    wait_until(lambda: scripted.status()["running"] == 0, 5.0, "the request was cancelled")
+    wait_until(lambda: scripted.status()["running"] == 0, 20.0, "the request was cancelled")
 
 
 def test_cancelled_grpc_stream_ends_its_request(scripted: Server) -> None:
@@ -295,18 +295,18 @@ def test_cancelled_grpc_stream_ends_its_request(scripted: Server) -> None:
         stream.read()
         assert scripted.status()["running"] == 1
         stream.cancel()
-    wait_until(lambda: scripted.status()["running"] == 0, 5.0, "the request was cancelled")
+    wait_until(lambda: scripted.status()["running"] == 0, 20.0, "the request was cancelled")
 
 
 def test_cancelled_direct_stream_ends_its_request(scripted: Server) -> None:
-    sampling = json.dumps({"max_tokens": 1500, "seed": Act.SLOW})
+    sampling = json.dumps({"max_tokens": 1500, "seed": Act.HOLD})
     with scripted.open_stream(
         "glm_dsa", input_ids=[5, 6], stream=True, sampling_parameters=sampling
     ) as stream:
         stream.read()
         assert scripted.status()["running"] == 1
         stream.cancel()
-    wait_until(lambda: scripted.status()["running"] == 0, 5.0, "the request was cancelled")
+    wait_until(lambda: scripted.status()["running"] == 0, 20.0, "the request was cancelled")
 
 
 def test_relay_cancels_by_uid(scripted: Server, tokenizer: Tokenizer) -> None:
@@ -319,8 +319,8 @@ def test_relay_cancels_by_uid(scripted: Server, tokenizer: Tokenizer) -> None:
     relay.close()
     got = stream.answer
     assert (got.finish_reason, got.finals) == ("abort", 1)
-    assert _expected(tokenizer, "one two", 1500).startswith(got.text)
-    assert 0 < len(got.text) < 500
+    whole = _expected(tokenizer, "one two", 1500)
+    assert whole.startswith(got.text) and 0 < len(got.text) < len(whole)
 
 
 def test_bad_words_become_the_tokens_of_both_spellings(

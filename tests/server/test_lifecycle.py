@@ -9,16 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.server.harness import SCRIPTED, BackgroundStreams, Server, wait_until
-from tests.server.scripted_engine import Act
+from tests.server.scripted_engine import LOADING, Act
 
-LONG = {"text_input": "one two", "stream": True, "max_tokens": 1500, "seed": Act.SLOW}  # 15 s
+# Streams that never end by themselves.
+LONG = {"text_input": "one two", "stream": True, "max_tokens": 1500, "seed": Act.HOLD}
 
 
-def _server(checkpoint: Path, wait: bool = True) -> Server:
-    return Server("--checkpoint", str(checkpoint), wait=wait, GLMSERVE_ENGINE=SCRIPTED)
+def _server(checkpoint: Path, wait: bool = True, loading: Path = Path("/nowhere")) -> Server:
+    """The script loads for as long as the file `loading` is there."""
+    settings = {"GLMSERVE_ENGINE": SCRIPTED, LOADING: str(loading)}
+    return Server("--checkpoint", str(checkpoint), wait=wait, **settings)
 
 
 def test_sigterm_with_sixteen_streams_and_after_failed_requests(checkpoint: Path) -> None:
@@ -30,7 +34,7 @@ def test_sigterm_with_sixteen_streams_and_after_failed_requests(checkpoint: Path
         wait_until(lambda: server.status()["running"] == 16, 20.0, "sixteen streams run")
         seconds = server.stop(signal.SIGTERM)
         assert seconds < 10.0
-        for got in streams.join(10.0):
+        for got in streams.join(60.0):
             assert (got.finish_reason, got.finals, got.error) == ("abort", 1, "")
 
 
@@ -40,30 +44,36 @@ def test_sigint_when_idle(checkpoint: Path) -> None:
         assert server.stop(signal.SIGINT) < 10.0
 
 
-def test_ready_only_when_the_engine_is(checkpoint: Path) -> None:
-    """The script loads for a second; until then the ensemble is not ready and says so."""
-    with _server(checkpoint, wait=False) as server:
-        wait_until(lambda: "loading the script" in server.log_text, 30.0, "the progress line")
+def test_ready_only_when_the_engine_is(checkpoint: Path, tmp_path: Path) -> None:
+    """While the script loads the ensemble is not ready and says so."""
+    loading = tmp_path / "loading"
+    loading.touch()
+    with _server(checkpoint, wait=False, loading=loading) as server:
+        wait_until(lambda: "loading the script" in server.log_text, 60.0, "the progress line")
+        time.sleep(0.5)  # several looks at readiness
         assert "ready:" not in server.log_text
+        loading.unlink()
         server.wait_ready()
         assert server.ready()
         assert server.status()["state"] == "ready"
 
 
-def test_sigterm_while_loading(checkpoint: Path) -> None:
-    with _server(checkpoint, wait=False) as server:
-        wait_until(lambda: "loading the script" in server.log_text, 30.0, "the progress line")
+def test_sigterm_while_loading(checkpoint: Path, tmp_path: Path) -> None:
+    loading = tmp_path / "loading"
+    loading.touch()
+    with _server(checkpoint, wait=False, loading=loading) as server:
+        wait_until(lambda: "loading the script" in server.log_text, 60.0, "the progress line")
         assert server.stop() < 10.0
 
 
 def test_a_draining_server_refuses_new_requests_and_ends_the_running(checkpoint: Path) -> None:
     with _server(checkpoint) as server:
         streams = BackgroundStreams(server, [LONG] * 2)
-        wait_until(lambda: server.status()["running"] == 2, 10.0, "two streams run")
+        wait_until(lambda: server.status()["running"] == 2, 20.0, "two streams run")
         relay = server.relay()
         assert relay.ask(op="drain") is not None
         relay.close()
-        assert [got.finish_reason for got in streams.join(5.0)] == ["abort", "abort"]
+        assert [got.finish_reason for got in streams.join(60.0)] == ["abort", "abort"]
         status, body = server.generate(text_input="x", max_tokens=3)
         assert (status, "shutting down" in body["error"]) == (400, True)
         assert server.stop() < 10.0
@@ -72,12 +82,12 @@ def test_a_draining_server_refuses_new_requests_and_ends_the_running(checkpoint:
 def test_a_dead_engine_ends_running_requests_and_the_server(checkpoint: Path) -> None:
     with _server(checkpoint) as server:
         streams = BackgroundStreams(server, [LONG, LONG])
-        wait_until(lambda: server.status()["running"] == 2, 10.0, "two streams run")
+        wait_until(lambda: server.status()["running"] == 2, 20.0, "two streams run")
         dying = server.grpc_stream(text_input="x", stream=True, max_tokens=50, seed=Act.DIE)
-        for got in [dying, *streams.join(5.0)]:
+        for got in [dying, *streams.join(60.0)]:
             assert (got.finish_reason, got.finals) == ("error", 1)
             assert got.responses[-1]["error_message"] == "the engine failed"
-        assert server.process.wait(timeout=15.0) == 1
+        assert server.process.wait(timeout=60.0) == 1
         assert "rank 0 died (signal 9)" in server.log_text
         server.check_nothing_left()
 
@@ -85,7 +95,7 @@ def test_a_dead_engine_ends_running_requests_and_the_server(checkpoint: Path) ->
 def test_a_killed_tritonserver_ends_the_command_with_its_reason(checkpoint: Path) -> None:
     with _server(checkpoint) as server:
         os.kill(server.tritonserver_pid(), signal.SIGKILL)
-        assert server.process.wait(timeout=15.0) == 1
+        assert server.process.wait(timeout=60.0) == 1
         assert "signal 9" in server.log_text
         server.check_nothing_left()
 
@@ -94,8 +104,8 @@ def test_a_killed_command_takes_every_process_with_it(checkpoint: Path) -> None:
     with _server(checkpoint) as server:
         runtime_dir = server.runtime_dir()
         server.process.kill()
-        server.process.wait(timeout=5.0)
-        wait_until(lambda: not any(p.alive() for p in server.family), 10.0, "nothing survives")
+        server.process.wait(timeout=20.0)
+        wait_until(lambda: not any(p.alive() for p in server.family), 20.0, "nothing survives")
     # Nobody is left to remove these.
     for region in Path("/dev/shm").glob(f"glmserve-{server.process.pid}-*"):
         region.unlink()

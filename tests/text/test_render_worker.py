@@ -33,12 +33,18 @@ HOSTILE = """
 hello {{ wish }}
 {%- endif -%}
 """
-SECONDS = 3.0
+SECONDS = 60.0  # nothing but a loop reaches them
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[RenderWorker]:
     with closing(RenderWorker(TemplateSource(HOSTILE), seconds=SECONDS, memory=2**29)) as worker:
+        yield worker
+
+
+@pytest.fixture
+def hasty() -> Iterator[RenderWorker]:
+    with closing(RenderWorker(TemplateSource(HOSTILE), seconds=2.0, memory=2**29)) as worker:
         yield worker
 
 
@@ -49,7 +55,6 @@ def ask(worker: RenderWorker, wish: str) -> str:
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ("loop", "took longer than 3 s"),
         ("memory", "MemoryError"),
         ("growth", "MemoryError"),
         ("internals", "refused"),
@@ -59,11 +64,15 @@ def ask(worker: RenderWorker, wish: str) -> str:
 def test_a_misbehaving_template_is_stopped_and_the_next_request_served(
     worker: RenderWorker, wish: str, message: str
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(TemplateFailure, match=message):
         ask(worker, wish)
-    assert time.monotonic() - started < SECONDS + 10
     assert ask(worker, "é") == "hello é"
+
+
+def test_an_endless_template_is_stopped_and_the_next_request_served(hasty: RenderWorker) -> None:
+    with pytest.raises(TemplateFailure, match="took longer than 2 s"):
+        ask(hasty, "loop")  # it would take minutes
+    assert ask(hasty, "é") == "hello é"
 
 
 @pytest.mark.parametrize(
@@ -77,13 +86,13 @@ def test_constants_are_worked_out_inside_the_limits(hostile: str) -> None:
         closing(RenderWorker(TemplateSource(hostile), seconds=1.0, memory=2**29)) as worker,
     ):
         ask(worker, "x")
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60  # 3 ** (10 ** 9) alone takes minutes
 
 
 def test_a_killed_process_is_replaced(worker: RenderWorker) -> None:
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             assert ask(worker, "again") == "hello again"
