@@ -29,7 +29,10 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 # Single modules at the bottom. They may know each other, never a room.
 LEAVES = frozenset(
-    {"config", "env", "errors", "generation_config", "model_config", "sampling_params"}
+    {
+        *("cache_format", "config", "env", "errors"),
+        *("generation_config", "model_config", "sampling_params"),
+    }
 )
 
 # Edges that the order above forbids and that are right all the same: (module, room) -> reason.

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glmserve.cache_format import CacheFormat
 from glmserve.checkpoint.reader import load_weights
 from glmserve.model.batch import DenseRows, StepBatch
-from glmserve.model.caches import CacheFormat, Caches
+from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
 from glmserve.model.step import Selection, Step

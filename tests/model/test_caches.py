@@ -1,40 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches' formats: what they take, when fp8 is chosen, and chunks through fp8 caches."""
+"""The caches' tensors, and chunks through fp8 caches."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from glmserve.checkpoint.reader import load_weights
 from glmserve.config import PAGE_SIZE
-from glmserve.errors import ConfigError
-from glmserve.model.caches import Caches, choose_format
+from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.parallel.group import SingleGroup
 from tests.golden import forward
 from tests.model.ranks import batch_of
 from tests.tolerances import assert_close
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 CONFIG = forward.config_of("block")
-
-
-def test_auto_is_fp8_on_a_gpu_in_bf16_where_the_sizes_fit() -> None:
-    bf16 = torch.bfloat16
-    assert choose_format("auto", CONFIG, PAGE_SIZE, bf16, CUDA) == "fp8"
-    assert choose_format("auto", CONFIG, PAGE_SIZE, bf16, CPU) == "model"
-    assert choose_format("auto", CONFIG, PAGE_SIZE, torch.float64, CUDA) == "model"
-    assert choose_format("model", CONFIG, PAGE_SIZE, bf16, CUDA) == "model"
-    assert choose_format("fp8", CONFIG, PAGE_SIZE, torch.float64, CPU) == "fp8"
-    narrow = replace(CONFIG, kv_lora_rank=256)
-    assert choose_format("auto", narrow, PAGE_SIZE, bf16, CUDA) == "model"
-    assert choose_format("fp8", narrow, PAGE_SIZE, bf16, CUDA) == "fp8"
-    with pytest.raises(ConfigError, match="a kv_lora_rank of 128s"):
-        choose_format("fp8", replace(CONFIG, kv_lora_rank=192), PAGE_SIZE, bf16, CUDA)
 
 
 def test_fp8_rows_take_656_and_132_bytes() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from glmserve.cache_format import CacheFormat
 from glmserve.kernels.linear import QuantWeight
-from glmserve.model.caches import CacheFormat
 from tests.golden import forward
 from tests.model.forward_golden import check_choices, check_states, load_golden, load_model, run
 

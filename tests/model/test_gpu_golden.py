@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from glmserve.cache_format import CacheFormat
 from glmserve.kernels.dispatch import allow_reference
 from glmserve.kernels.linear import QuantWeight
-from glmserve.model.caches import CacheFormat
 from tests.golden import forward
 from tests.model.forward_golden import check_choices, check_states, load_golden, load_model, run
 from tests.model.kernel_launches import launched

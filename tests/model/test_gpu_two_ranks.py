@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from glmserve.cache_format import CacheFormat
 from glmserve.kernels.dispatch import allow_reference
-from glmserve.model.caches import CacheFormat
 from glmserve.parallel.torch_group import TorchGroup
 from tests.golden import forward
 from tests.model.forward_golden import (

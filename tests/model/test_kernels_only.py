@@ -15,6 +15,7 @@ from typing import Literal
 import pytest
 import torch
 
+from glmserve.cache_format import CacheFormat
 from glmserve.checkpoint.formats import Scheme, StoredWeight
 from glmserve.checkpoint.layout import checkpoint_tensors
 from glmserve.checkpoint.placement import held_weights
@@ -23,7 +24,7 @@ from glmserve.checkpoint.weights import ModelWeights, allocate
 from glmserve.kernels.dispatch import allow_reference
 from glmserve.kernels.take_rows import take_rows
 from glmserve.model.batch import DenseRows, StepBatch
-from glmserve.model.caches import CacheFormat, Caches
+from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
 from glmserve.model_config import ModelConfig

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from glmserve.cache_format import CacheFormat, row_bytes
 from glmserve.checkpoint.declared import Source
-from glmserve.checkpoint.memory_plan import row_bytes
 from glmserve.checkpoint.placement import Form, Held, held_weights
 from glmserve.errors import ConfigError
 from glmserve.model_config import ExpertLayout, ModelConfig
@@ -112,7 +112,7 @@ def ledger(
     context: int,
     drafts: int,
     layout: ExpertLayout = "ep",
-    kv: str = "fp8",
+    kv: CacheFormat = "fp8",
     eh_proj_replicated: bool = False,
 ) -> Ledger:
     """The step of `rows` target rows: rows / (drafts + 1) requests of `context` tokens each, then
@@ -162,7 +162,7 @@ def ledger(
 
 
 def prefill_floor(
-    source: Source, ranks: int, tokens: int, layout: ExpertLayout = "ep", kv: str = "fp8"
+    source: Source, ranks: int, tokens: int, layout: ExpertLayout = "ep", kv: CacheFormat = "fp8"
 ) -> float:
     """Seconds of a prompt of `tokens` tokens through the target model in one pass, operator by
     operator. Each token scores and selects among those before it; ranks score a share of them
@@ -191,7 +191,7 @@ def prefill_floor(
 
 class _Step:
     def __init__(
-        self, config: ModelConfig, ranks: int, layout: ExpertLayout, kv: str, context: int
+        self, config: ModelConfig, ranks: int, layout: ExpertLayout, kv: CacheFormat, context: int
     ) -> None:
         self.config, self.ranks, self.layout, self.context = config, ranks, layout, context
         self.latent, self.index = row_bytes(config, kv, _BF16)

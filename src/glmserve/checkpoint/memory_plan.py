@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from glmserve.cache_format import CacheFormat, choose_format, row_bytes
 from glmserve.checkpoint.declared import Source
 from glmserve.checkpoint.placement import Held, held_weights
 from glmserve.config import MOST_SCORES, PAGE_SIZE, EngineConfig
@@ -24,7 +25,6 @@ _PARTIALS = 17e6  # partial sums and tickets of the products
 _DRAWN_BYTES = 3 * 2048 * 8 + 64  # the sampler's histograms and search, a row that is drawn from
 _SHAPED_BYTES = 256 * 32 * 4 + 256  # bad words, last tokens and settings, a device row
 _SPARE = 0.02  # of the memory: the allocator's rounding
-_LATENT_GROUP = 128
 CONTEXTS = (8192, 32768, 102400, 1 << 20)
 
 
@@ -40,7 +40,7 @@ class MemoryPlan:
     """One rank's memory; all ranks are alike."""
 
     memory: float  # bytes that the rank may use
-    kv: str  # fp8 or model
+    kv: CacheFormat
     items: tuple[Item, ...]  # all that is there without a single page
     token_bytes: int  # of the caches, all layers
     page_bytes: int  # of PAGE_SIZE tokens, and of the hidden state that drafting keeps with a page
@@ -95,24 +95,6 @@ class MemoryPlan:
             )
 
 
-def row_bytes(config: ModelConfig, kv: str, item: int) -> tuple[int, int]:
-    """Bytes of a latent row and of an index row. fp8: e4m3 values, fp32 scales, 16-bit roped key;
-    model: `item` bytes a number."""
-    if kv == "fp8":
-        scales = 4 * -(-config.kv_lora_rank // _LATENT_GROUP)
-        latent = config.kv_lora_rank + scales + 2 * config.qk_rope_head_dim
-        return latent, config.index_head_dim + 4
-    return item * config.latent_dim, item * config.index_head_dim
-
-
-def kv_format(config: ModelConfig, engine: EngineConfig) -> str:
-    """fp8 or model: what `auto` chooses on a GPU."""
-    if engine.kv_dtype != "auto":
-        return engine.kv_dtype
-    fits = (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim) == (512, 64, 128)
-    return "fp8" if fits and engine.device == "cuda" and engine.dtype == "bf16" else "model"
-
-
 def memory_plan(source: Source, engine: EngineConfig, memory: float) -> MemoryPlan:
     """The plan of one rank with `memory` bytes; engine.num_pages is not looked at, an
     engine.max_model_len of 0 becomes the longest that fits."""
@@ -121,7 +103,7 @@ def memory_plan(source: Source, engine: EngineConfig, memory: float) -> MemoryPl
     keep = engine.device == "cuda" and engine.dtype == "bf16"
     mtp = engine.drafts > 0 and c.num_mtp_layers > 0
     held = held_weights(c, source.weights, 0, engine.ranks, engine.expert_layout, keep, mtp)
-    kv = kv_format(c, engine)
+    kv = choose_format(engine, c)
     latent, index = row_bytes(c, kv, item)
     extra = 1 if c.num_mtp_layers else 0  # the caches of the MTP layer are always there
     tokens = latent * (c.num_hidden_layers + extra) + index * (len(c.full_layers) + extra)

@@ -8,8 +8,9 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
+from glmserve.cache_format import CacheFormat
 from glmserve.checkpoint.declared import Source, open_source
 from glmserve.checkpoint.ledger import LINK_RATE, MEMORY_RATE, Ledger, Operator, ledger
 from glmserve.checkpoint.memory_plan import H200_GB, MemoryPlan, memory_plan
@@ -18,6 +19,7 @@ from glmserve.config import EngineConfig
 from glmserve.errors import ConfigError
 
 _MODEL = "checkpoint directory, config.json, or glm-5.2-fp8"
+_CACHES: Final[dict[str, CacheFormat]] = {"fp8": "fp8", "bf16": "model"}  # the model runs in bf16
 
 
 def add_subcommands(subparsers: Any) -> None:
@@ -25,7 +27,7 @@ def add_subcommands(subparsers: Any) -> None:
     inspect = subparsers.add_parser("inspect", help="what a rank's memory holds, before loading")
     inspect.add_argument("model", help=_MODEL)
     inspect.add_argument("--ranks", type=int, default=8)
-    inspect.add_argument("--kv", choices=["fp8", "bf16"], default="fp8", help="cache rows")
+    inspect.add_argument("--kv", choices=_CACHES, default="fp8", help="cache rows")
     inspect.add_argument("--expert-layout", choices=["ep", "sliced"], default="ep")
     inspect.add_argument("--drafts", type=int, default=5, help="MTP draft tokens a step")
     inspect.add_argument("--max-rows", type=int, default=64, help="requests at the same time")
@@ -43,7 +45,7 @@ def add_subcommands(subparsers: Any) -> None:
     steps.add_argument("--rows", type=int, default=1, help="target rows: requests * (drafts + 1)")
     steps.add_argument("--context", type=int, default=8192, help="tokens of each request")
     steps.add_argument("--drafts", type=int, default=0, help="MTP draft tokens a step")
-    steps.add_argument("--kv", choices=["fp8", "bf16"], default="fp8", help="cache rows")
+    steps.add_argument("--kv", choices=_CACHES, default="fp8", help="cache rows")
     steps.add_argument("--expert-layout", choices=["ep", "sliced"], default="ep")
     steps.add_argument(
         "--replicate-eh-proj", action="store_true", help="count eh_proj whole on every rank"
@@ -62,7 +64,7 @@ def run_inspect(args: argparse.Namespace) -> int:
         dtype="bf16",
         collectives="nccl",
         expert_layout=args.expert_layout,
-        kv_dtype="fp8" if args.kv == "fp8" else "model",
+        kv_dtype=_CACHES[args.kv],
         drafts=args.drafts,
         max_rows=args.max_rows,
         chunk=args.chunk,
@@ -126,7 +128,7 @@ def run_ledger(args: argparse.Namespace) -> int:
         args.context,
         args.drafts,
         args.expert_layout,
-        args.kv,
+        _CACHES[args.kv],
         args.replicate_eh_proj,
     )
     if args.json:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glmserve.cache_format import choose_format
 from glmserve.checkpoint.declared import Source, config_path
 from glmserve.checkpoint.memory_plan import memory_plan
 from glmserve.checkpoint.reader import open_share
@@ -26,7 +27,7 @@ from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.kernels.quant import pack_latent_rows, write_index_rows
 from glmserve.kernels.row_state import columns
 from glmserve.messages import PageGrant, RowInit, StepMasks, StepPlan
-from glmserve.model.caches import Caches, LayerCache, choose_format
+from glmserve.model.caches import Caches, LayerCache
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
 from glmserve.parallel.group import Group
@@ -122,7 +123,7 @@ def open_rank(
     else:
         directory = config_path(config.checkpoint).parent
         weights = open_share(str(directory), model, *cut).load(progress)
-    form = choose_format(config.kv_dtype, model, PAGE_SIZE, dtype, device)
+    form = choose_format(config, model)
     caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device, form)
     fill(caches, model.kv_lora_rank, device)
     eps = config.latent_norm_eps

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from glmserve import env
+from glmserve.cache_format import choose_format
 from glmserve.checkpoint.reader import Share, open_share
 from glmserve.checkpoint.synthetic_weights import SyntheticShare, synthetic_share
 from glmserve.config import PAGE_SIZE, EngineConfig
@@ -23,7 +24,7 @@ from glmserve.ipc.ring import BroadcastRing
 from glmserve.kernels.dispatch import allow_reference
 from glmserve.kernels.pdl import use_pdl
 from glmserve.messages import Progress, RanksReady, StepMasks, decode, encode
-from glmserve.model.caches import Caches, choose_format
+from glmserve.model.caches import Caches
 from glmserve.model.decoder import Decoder
 from glmserve.model.mtp import Mtp
 from glmserve.model_config import ModelConfig
@@ -82,7 +83,7 @@ def build(
     )
     decoder = Decoder(model, weights, group, latent_norm_eps=config.latent_norm_eps)
     mtp = Mtp(model, weights, group, latent_norm_eps=config.latent_norm_eps) if with_mtp else None
-    form = choose_format(config.kv_dtype, model, PAGE_SIZE, dtype, device)
+    form = choose_format(config, model)
     caches = Caches.allocate(model, config.num_pages, PAGE_SIZE, dtype, device, form)
     sampler = Sampler(
         group,
