@@ -19,9 +19,10 @@ from glmserve.checkpoint.declared import read_stored
 from glmserve.checkpoint.dequantise import dequantise, repack_awq
 from glmserve.checkpoint.formats import Scheme
 from glmserve.checkpoint.loader import THREADS, Convert, Job, Loader, Piece, copies, piece
-from glmserve.checkpoint.placement import Form, Held, held_weights, memory_bytes
+from glmserve.checkpoint.placement import Form, Held, held_weights
 from glmserve.checkpoint.progress import ProgressBar
 from glmserve.checkpoint.safetensors_header import Headers
+from glmserve.checkpoint.share import Share
 from glmserve.checkpoint.weights import ModelWeights, View, allocate
 from glmserve.kernels.experts import Int4Weight
 from glmserve.kernels.linear import QuantWeight
@@ -35,24 +36,13 @@ def keeps_quantised(dtype: torch.dtype, device: torch.device | str) -> bool:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank holds of a checkpoint's weights, before any of it is in memory."""
+class StoredShare(Share):
+    """A share of a checkpoint's files."""
 
-    config: ModelConfig
-    rank: int
-    held: Mapping[str, Held]
     headers: Headers
-    dtype: torch.dtype
-    device: torch.device | str
-
-    @property
-    def memory_bytes(self) -> int:
-        """Exact bytes of the parameters in memory, from the shapes alone."""
-        return memory_bytes(self.held, self.dtype.itemsize)
 
     @property
     def origin(self) -> str:
-        """Which files these are: the same headers give the same line."""
         return f"headers {self.headers.digest}"
 
     def load(
@@ -80,7 +70,7 @@ def open_share(
     device: torch.device | str = "cpu",
     mtp: bool = True,
     keep: bool | None = None,
-) -> Share:
+) -> StoredShare:
     """What `rank` of `size` holds. Plain and de-quantised weights get `dtype` (the router's: fp32
     or wider); keep: block-fp8 and int4 stay so where kernels take them, None: on CUDA in bf16.
 
@@ -92,7 +82,7 @@ def open_share(
     if keep is None:
         keep = keeps_quantised(dtype, device)
     held = held_weights(config, stored, rank, size, layout, keep, mtp)
-    return Share(config, rank, held, headers, dtype, device)
+    return StoredShare(config, rank, held, dtype, device, headers)
 
 
 def load_weights(
@@ -107,7 +97,7 @@ def load_weights(
     mtp: bool = True,
     keep: bool | None = None,
 ) -> ModelWeights:
-    """`open_share` and `Share.load` at once."""
+    """`open_share` and its `load` at once."""
     share = open_share(directory, config, rank, size, layout, dtype, device, mtp, keep)
     return share.load(on_progress)
 

@@ -9,7 +9,7 @@ or int4 is rounded to it; the rest is as drawn. Not its job: files (`synthetic`)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +18,16 @@ from torch import Tensor
 from glmserve.checkpoint.declared import open_source
 from glmserve.checkpoint.formats import BLOCK
 from glmserve.checkpoint.layout import TensorSpec, checkpoint_tensors
-from glmserve.checkpoint.placement import Held, held_weights, memory_bytes
+from glmserve.checkpoint.placement import Held, held_weights
 from glmserve.checkpoint.progress import ProgressBar
 from glmserve.checkpoint.quantiser import block_fp8, packed_int
 from glmserve.checkpoint.reader import keeps_quantised
+from glmserve.checkpoint.share import Share
 from glmserve.checkpoint.synthetic import scaled
 from glmserve.checkpoint.weights import ModelWeights, View, allocate
 from glmserve.kernels.experts import Int4Weight
 from glmserve.kernels.linear import QuantWeight
-from glmserve.model_config import ExpertLayout, ModelConfig
+from glmserve.model_config import ExpertLayout
 
 _ELEMENTS = 16 << 20  # drawn at once
 # Small against the spread of the scores, as training leaves it: experts are hit about evenly.
@@ -34,20 +35,10 @@ _BIAS_SPREAD = 0.01
 
 
 @dataclass(frozen=True)
-class SyntheticShare:
-    """The counterpart of `reader.Share` for weights that no file holds."""
+class SyntheticShare(Share):
+    """A share of weights that no file holds."""
 
-    config: ModelConfig
-    rank: int
-    held: Mapping[str, Held]
-    dtype: torch.dtype
-    device: torch.device | str
     seed: int = 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """Exact bytes of the parameters in memory, from the shapes alone."""
-        return memory_bytes(self.held, self.dtype.itemsize)
 
     @property
     def origin(self) -> str:
@@ -55,7 +46,6 @@ class SyntheticShare:
 
     @torch.inference_mode()
     def load(self, on_progress: Callable[[str], None] | None = None) -> ModelWeights:
-        """Makes the weights; `on_progress` gets lines with a bar."""
         weights, views = allocate(self.config, self.held, self.dtype, self.device)
         specs = checkpoint_tensors(self.config)
         generator = torch.Generator(self.device)

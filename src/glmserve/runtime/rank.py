@@ -15,8 +15,9 @@ import torch
 
 from glmserve import env
 from glmserve.cache_format import choose_format
-from glmserve.checkpoint.reader import Share, open_share
-from glmserve.checkpoint.synthetic_weights import SyntheticShare, synthetic_share
+from glmserve.checkpoint.reader import open_share
+from glmserve.checkpoint.share import Share
+from glmserve.checkpoint.synthetic_weights import synthetic_share
 from glmserve.config import PAGE_SIZE, EngineConfig
 from glmserve.errors import ConfigError, GlmServeError
 from glmserve.ipc.errors import Aborted
@@ -70,7 +71,7 @@ def build(
     use_pdl(env.PDL.get())
     with_mtp = config.drafts > 0
     cut = (group.rank, group.size, config.expert_layout, dtype, device, with_mtp)
-    share: Share | SyntheticShare
+    share: Share
     if config.synthetic:
         share = synthetic_share(config.checkpoint, *cut)
     else:
