@@ -6,8 +6,8 @@ client -> engine   Request, Cancel     engine -> client   Progress, EngineInfo, 
 engine -> ranks    StepPlan, StepMasks  rank 0 -> engine   Progress, RanksReady, StepResult
 
 Both ends are this project's own processes on one machine, so the wire form is pickle. What every
-step says about every row is in columns (numpy arrays): their cost hardly depends on the number of
-rows. What a sampling setting means, and which values are refused, is in `sampling_params`.
+step says about every row is in columns (numpy arrays), which travel as bytes: pickling an array
+costs 5 us. What a sampling setting means, and which values are refused, is in `sampling_params`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ IntArray = npt.NDArray[np.int32]
 
 def _no_rows() -> IntArray:
     return np.empty(0, dtype=np.int32)
+
+
+def _int32(data: bytes) -> IntArray:
+    return np.frombuffer(data, dtype=np.int32)
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -131,6 +135,21 @@ class Update:
     def empty(self) -> bool:
         return not (self.started or len(self.rows) or self.ended)
 
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        columns = (self.rows.tobytes(), self.counts.tobytes(), self.tokens.tobytes())
+        return _update, (self.started, *columns, self.reports, self.ended)
+
+
+def _update(
+    started: tuple[Started, ...],
+    rows: bytes,
+    counts: bytes,
+    tokens: bytes,
+    reports: dict[int, RowReport],
+    ended: tuple[Ended, ...],
+) -> Update:
+    return Update(started, _int32(rows), _int32(counts), _int32(tokens), reports, ended)
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -235,12 +254,11 @@ class PageGrant:
     pages: IntArray  # [n] int32
 
     def __reduce__(self) -> tuple[Any, tuple[int, int, bytes]]:
-        """As bytes: a step has many short ones, and pickling an array costs 5 us."""
         return _page_grant, (self.row, self.start, self.pages.tobytes())
 
 
 def _page_grant(row: int, start: int, pages: bytes) -> PageGrant:
-    return PageGrant(row, start, np.frombuffer(pages, dtype=np.int32))
+    return PageGrant(row, start, _int32(pages))
 
 
 @dataclass(frozen=True)
@@ -307,8 +325,21 @@ class StepResult:
     ended: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))  # [N]
     reports: dict[int, RowReport] = field(default_factory=dict)  # by row, also of other rows
     rows_computed: int = 0  # token rows that went through the target model
+    late: bool = False  # the device had nothing left to do when this step reached it
     # [routed layers, experts] rows that chose each expert since the start; in few results
     expert_totals: npt.NDArray[np.int64] | None = None
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        columns = (self.rows.tobytes(), self.counts.tobytes(), self.tokens.tobytes())
+        rest = (self.reports, self.rows_computed, self.late, self.expert_totals)
+        return _step_result, (self.step, *columns, self.ended.tobytes(), *rest)
+
+
+def _step_result(
+    step: int, rows: bytes, counts: bytes, tokens: bytes, ended: bytes, *rest: Any
+) -> StepResult:
+    flags = np.frombuffer(ended, dtype=np.uint8)
+    return StepResult(step, _int32(rows), _int32(counts), _int32(tokens), flags, *rest)
 
 
 def encode(message: Any) -> bytes:

@@ -108,7 +108,7 @@ def test_bounds_follow_what_is_planned_and_what_is_confirmed() -> None:
     assert seen(StepPlan(0, prefill=(prompt,))) == 70
     assert seen(decode) == 71 + DRAFTS
     assert seen(decode) == 74 + DRAFTS
-    reach.confirm(2, 2)  # one token was confirmed
+    reach.confirm(np.array([2]), np.array([2]))  # one token was confirmed
     assert seen(decode) == 75 + DRAFTS
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import json
 import os
+import select
 import sys
 import time
 from multiprocessing.connection import Connection, wait
@@ -37,6 +38,7 @@ from glmserve.messages import (
     Request,
     Update,
     decode,
+    encode,
 )
 from glmserve.model_config import ModelConfig
 from glmserve.parallel.launcher import RankLauncher
@@ -129,7 +131,14 @@ class EngineProcess:
     def serve(self) -> None:
         """Runs until the client closes its end; raises EngineError when the ranks fail."""
         assert self.scheduler is not None
-        loop = EngineLoop(self.scheduler, self.ranks, self.connection.send)
+        loop = EngineLoop(
+            self.scheduler,
+            self.ranks,
+            # As Connection.send, whose own pickler is made anew for each message.
+            lambda update: self.connection.send_bytes(encode(update)),
+        )
+        inbox = select.poll()  # Connection.poll makes a selector each time
+        inbox.register(self.connection, select.POLLIN)
         busy, next_stats = True, 0.0
         gc.freeze()  # what has been loaded stays: the collector need not walk it again
         while True:
@@ -137,7 +146,7 @@ class EngineProcess:
                 self._wait()
             messages: list[Request | Cancel] = []
             try:
-                while self.connection.poll(0):
+                while inbox.poll(0):
                     messages.append(self.connection.recv())
             except (EOFError, ConnectionError):
                 return

@@ -29,7 +29,7 @@ class StatsCollector:
         self._cached_tokens = 0
         self._generated = 0
         self._drafted = 0
-        self._accepted = np.zeros(drafts, dtype=np.int64)
+        self._rows_by_count = np.zeros(drafts + 2, dtype=np.int64)  # tokens that a step confirmed
         self._finished: Counter[str] = Counter()
 
     def arrived(self, prompt_tokens: int) -> None:
@@ -52,11 +52,11 @@ class StatsCollector:
         self._drafted += self._drafts * (
             len(result.rows) - sum(chunk.final for chunk in plan.prefill)
         )
-        # Of N rows, those with p + 2 tokens or more have accepted the draft at position p.
-        rows_by_count = np.bincount(result.counts, minlength=self._drafts + 2)
-        self._accepted += rows_by_count[::-1].cumsum()[::-1][2:]
+        self._rows_by_count += np.bincount(result.counts, minlength=self._drafts + 2)
 
     def snapshot(self, running: int, waiting: int, pool: PagePool, preemptions: int) -> EngineStats:
+        # Rows with p + 2 tokens or more have accepted the draft at position p.
+        accepted = self._rows_by_count[::-1].cumsum()[::-1][2:]
         return EngineStats(
             steps=self.steps,
             rows=self._rows,
@@ -64,7 +64,7 @@ class StatsCollector:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated,
             drafted_tokens=self._drafted,
-            accepted_by_position=tuple(self._accepted.tolist()),
+            accepted_by_position=tuple(accepted.tolist()),
             preemptions=preemptions,
             finished=dict(self._finished),
             running=running,

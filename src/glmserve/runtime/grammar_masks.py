@@ -7,7 +7,7 @@ the ranks do not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -34,7 +34,7 @@ class GrammarMasks:
             self._rows.add(init.row)
 
     @property
-    def rows(self) -> Container[int]:
+    def rows(self) -> Collection[int]:
         """Device rows that have a grammar."""
         return self._rows
 

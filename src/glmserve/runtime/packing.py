@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from glmserve.config import PAGE_SIZE
 from glmserve.kernels.row_state import columns, place_rows
 from glmserve.kernels.take_rows import take_rows
-from glmserve.messages import PrefillChunk, StepPlan
+from glmserve.messages import IntArray, PrefillChunk, StepPlan
 from glmserve.model.batch import DenseRows, StepBatch
 from glmserve.runtime.row_state import RowState
 from glmserve.runtime.uploads import Upload, upload
@@ -84,10 +85,15 @@ class Places:
         """Rows of the step."""
         return self.shape.rows if self.shape else len(self.decode) * self.width + self.prefill_rows
 
-    @property
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         """Device rows that draw."""
         return (*self.decode, *self.finals)
+
+    @cached_property
+    def drawing(self) -> IntArray:
+        """The same as an array."""
+        return np.array(self.rows, dtype=np.int32)
 
     def by_row(self) -> dict[int, tuple[int, int]]:
         """Device row -> (its first drawing row, how many)."""

@@ -8,7 +8,7 @@ are read only in steps with a row that asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,11 +64,12 @@ class Pending:
     places: Places
     # Reads [S, columns.result_width(k)] int32 once the step is done; None: nothing drawn.
     results: Callable[[], npt.NDArray[np.int32]] | None
-    with_drafts: Container[int]  # rows whose new drafts are reported
+    with_drafts: Collection[int]  # rows whose new drafts are reported
     reach: Reach
     logprobs: Report | None = None
     prompt_logprobs: Report | None = None
     expert_totals: Tensor | None = None  # int64 on the host; None in most steps
+    late: bool = False  # see StepResult
     done: torch.cuda.Event | None = field(default=None)
 
     def mark(self, device: torch.device) -> None:
@@ -90,34 +91,41 @@ class Pending:
                 self.step,
                 reports=reports,
                 rows_computed=places.prefill_rows,
+                late=self.late,
                 expert_totals=totals,
             )
         lines = self.results()[: len(places.rows)]  # without padding
         counts = lines[:, columns.COUNT]
-        for row, count in zip(places.decode, counts.tolist(), strict=False):
-            if count != places.width:
-                self.reach.confirm(row, places.width - count)
+        rows = places.drawing
+        surplus = places.width - counts[:decoding]
+        if surplus.any():
+            self.reach.confirm(rows[:decoding], surplus)
         rows_computed = places.width * np.count_nonzero(counts[:decoding]) + places.prefill_rows
-        drew = counts > 0  # the others had ended
-        rows = np.array(places.rows, dtype=np.int32)[drew]
-        lines, counts = lines[drew], counts[drew]
+        if not counts.all():  # some had ended
+            drew = counts > 0
+            rows, lines, counts = rows[drew], lines[drew], counts[drew]
         start, end = columns.TOKENS, columns.TOKENS + places.width
         confirmed = np.arange(places.width) < counts[:, None]
         flags = lines[:, columns.FLAGS]
         done = np.where(flags & columns.EXHAUSTED, EXHAUSTED, GOES_ON)
-        drafts = {
-            row: tuple(line[end:].tolist())
-            for row, line in zip(rows.tolist(), lines, strict=True)
-            if row in self.with_drafts
-        }
+        reports = {}
+        if self.with_drafts or self.logprobs or self.prompt_logprobs:
+            drafts = {
+                row: tuple(line[end:].tolist())
+                for row, line in zip(rows.tolist(), lines, strict=True)
+                if row in self.with_drafts
+            }
+            confirms = dict(zip(rows.tolist(), counts.tolist(), strict=True))
+            reports = self._reports(confirms, drafts)
         return StepResult(
             self.step,
             rows,
             counts.copy(),
             lines[:, start:end][confirmed],
             np.where(flags & columns.STOPPED, STOPPED, done).astype(np.uint8),
-            self._reports(dict(zip(rows.tolist(), counts.tolist(), strict=True)), drafts),
+            reports,
             rows_computed,
+            self.late,
             totals,
         )
 

@@ -55,31 +55,29 @@ class RowState:
     def admit(self, inits: Sequence[RowInit], grants: Sequence[PageGrant]) -> None:
         """Puts sequences into rows (they decode once their prompts are computed) and pages into
         page tables. What a page-table line held before is left: nothing reads past the grants."""
-        if not inits and not grants:
-            return
+        if inits:
+            self._enter(inits)
+        if grants:
+            width = self.page_table.shape[1]
+            entries = [
+                np.arange(grant.start, grant.start + len(grant.pages), dtype=np.int64)
+                + grant.row * width
+                for grant in grants
+            ]
+            pages = np.concatenate([grant.pages for grant in grants])
+            where, new = upload([np.concatenate(entries), pages[:, None]], self.device)
+            put_rows(self.page_table.view(-1, 1), where, new)
+
+    def _enter(self, inits: Sequence[RowInit]) -> None:
+        """Puts sequences into rows."""
         lines = np.zeros((len(inits), self.table.shape[1]), dtype=np.int64)
         reals = np.zeros((len(inits), _REALS), dtype=np.float64)
         for line, real, init in zip(lines, reals, inits, strict=True):
             self._fill(line, real, init)
-        width = self.page_table.shape[1]
-        entries = [
-            np.arange(grant.start, grant.start + len(grant.pages), dtype=np.int64)
-            + grant.row * width
-            for grant in grants
-        ]
-        rows, new, real, where, pages = upload(
-            [
-                np.array([init.row for init in inits], dtype=np.int64),
-                lines,
-                reals,
-                np.concatenate([*entries, np.empty(0, dtype=np.int64)]),
-                np.concatenate([*(g.pages for g in grants), np.empty(0, dtype=np.int32)])[:, None],
-            ],
-            self.device,
-        )
+        entering = np.array([init.row for init in inits], dtype=np.int64)
+        rows, new, real = upload([entering, lines, reals], self.device)
         put_rows(self.table, rows, new)
         put_rows(self.reals, rows, real)
-        put_rows(self.page_table.view(-1, 1), where, pages)
 
     def _fill(self, line: np.ndarray, real: np.ndarray, init: RowInit) -> None:  # type: ignore[type-arg]
         line[columns.REMAINING] = init.remaining
