@@ -18,7 +18,7 @@ from glmserve.errors import ConfigError
 
 PAGE_SIZE = 64  # tokens of a cache page; DESIGN: prefix hits are multiples of it
 MAX_DRAFTS = 8
-MOST_STEPS_IN_FLIGHT = 6
+MOST_STEPS_IN_FLIGHT = 16
 MOST_SCORES = 1 << 28  # index scores alive at once on a rank: 1 GB of fp32
 
 Device = Literal["cpu", "cuda"]
@@ -53,7 +53,7 @@ class EngineConfig:
     gpu_memory_gb: float = 0.0  # 10^9 bytes that a rank may use of its GPU; 0 = what is free
     synthetic: bool = False  # random weights made on the device; only the config is read
     allow_reference: bool = False  # on CUDA: plain torch where no Triton kernel serves the shape
-    steps_in_flight: int = 6  # most plans sent before the oldest result is needed
+    steps_in_flight: int = 16  # most plans sent before the oldest result is needed
     graphs: bool = True  # on CUDA in bf16, without references: steps are replayed as CUDA graphs
     page_seed: int | None = None  # hand pages out in a seeded random order (tests)
     capture_dir: str = ""  # rank 0 records what it computes there (offline commands)

@@ -2,8 +2,9 @@
 """The engine's loop: take requests in, keep the ranks busy, send tokens out. One thread.
 
 Two plans are out at a time, more of them (up to `steps_in_flight`) while steps are so short that
-two do not cover the way of a result to a plan and of that plan to the device. The loop waits for
-the oldest result only when it can plan no further. It never waits for the client.
+two do not cover the way of a result to a plan and of that plan to the device; how long that is,
+steps tell that find the device idle. The loop waits for the oldest result only when it can plan no
+further. It never waits for the client.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Protocol
 from glmserve.engine.scheduler import Scheduler
 from glmserve.messages import Cancel, Request, StepPlan, StepResult, Update, decode, encode
 
-# Seconds of work that are kept behind the step that runs: a result's way through three processes,
-# and a plan's way back, take up to so long on a machine with idle cores.
-_COVER = 1.5e-3
+# Seconds of work that are kept behind the step that runs, for a result's way through three
+# processes and a plan's way back: on a quiet machine, and at most where steps still came late.
+_COVER, _MOST_COVER = 1.5e-3, 5e-3
+_GROWTH = 1.2  # of the cover with each step that was late
+_EASE = 1e-3  # what each other step takes of the cover's surplus
 _SMOOTHING = 0.1  # weight of the newest interval between results
-_LONGEST = 2 * _COVER  # that counts: pauses say nothing, and long steps must be seen as such again
+_LONGEST = 2 * _MOST_COVER  # that counts: long steps are seen as such, pauses do not stay
 
 
 class Ranks(Protocol):
@@ -48,7 +51,8 @@ class EngineLoop:
         self.step_timeout = step_timeout  # seconds a step may take before the ranks are given up
         self.clock = clock  # seconds; never goes back
         self.in_flight: deque[StepPlan] = deque()
-        self._interval = _COVER  # seconds between results, smoothed
+        self._cover = self._interval = _COVER  # the latter: seconds that a step takes, smoothed
+        self._first = -1  # the newest step that none was out before: no earlier plan was possible
         self._last_result = 0.0
 
     def take(self, messages: Iterable[Request | Cancel]) -> None:
@@ -73,6 +77,8 @@ class EngineLoop:
             if plan.masks_follow:  # made while the ranks run the forward pass
                 for masks in self.scheduler.masks(plan):
                     self.ranks.send(encode(masks), self.step_timeout)
+            if not self.in_flight:
+                self._first = plan.step
             self.in_flight.append(plan)
         if not self.in_flight:
             if self.scheduler.idle:
@@ -80,15 +86,25 @@ class EngineLoop:
             return False
         result = decode(self.ranks.recv(self.step_timeout))
         assert isinstance(result, StepResult), result
-        now = self.clock()
-        self._interval += _SMOOTHING * (min(now - self._last_result, _LONGEST) - self._interval)
-        self._last_result = now
+        self._learn(result)
         update = self.scheduler.apply(result, self.in_flight.popleft())
         if not update.empty:
             self.emit(update)
         return True
 
+    def _learn(self, result: StepResult) -> None:
+        """How long steps take, and how much of their work must lie ahead of the device."""
+        now = self.clock()
+        # In the interval of a late step the device has also waited: it may only shorten.
+        most = self._interval if result.late else _LONGEST
+        self._interval += _SMOOTHING * (min(now - self._last_result, most) - self._interval)
+        self._last_result = now
+        if not result.late:
+            self._cover -= _EASE * (self._cover - _COVER)
+        elif result.step != self._first:
+            self._cover = min(_GROWTH * self._cover, _MOST_COVER)
+
     def _far_enough(self) -> bool:
         """Whether no further plan is to be sent before the oldest result is here."""
         out, most = len(self.in_flight), self.scheduler.config.steps_in_flight
-        return out >= most or (out >= 2 and (out - 1) * self._interval >= _COVER)
+        return out >= most or (out >= 2 and (out - 1) * self._interval >= self._cover)

@@ -93,6 +93,7 @@ class StepRunner:
         self.graphs = Graphs()
         most = max(buckets(config.max_rows)[-1], MIXED_ROWS[-1])
         self.slots = ResultSlots(most, config.drafts, device)
+        self._newest: torch.cuda.Event | None = None  # the end of the step launched last
         self._replayed: dict[Shape, tuple[int, ...]] = {}  # device rows that each one holds
 
     @torch.inference_mode()
@@ -146,6 +147,7 @@ class StepRunner:
             self._run_eagerly(plan, places, variant, pending, seen)
         pending.expert_totals = self._expert_totals()
         pending.mark(self.device)
+        self._newest = pending.done
         return pending
 
     def _expert_totals(self) -> Tensor | None:
@@ -194,6 +196,7 @@ class StepRunner:
             captured.layout.source.refill(step_arrays(plan, places, self.state))
             self._replayed[places.shape] = places.decode
         reported = self.reporter.asked(plan, places)
+        pending.late = self._newest is not None and self._newest.query()
         if not (plan.masks_follow or reported):
             step = captured.whole[variant]
             pending.results = self.slots.take(step.sequences)
