@@ -67,7 +67,7 @@ def count_owners(weight: StoredWeight, parts: list[Part]) -> dict[str, list[int]
     return owners
 
 
-@pytest.mark.parametrize("layout", ["ep", "sliced"])
+@pytest.mark.parametrize("layout", ["ep", pytest.param("sliced", marks=pytest.mark.slow)])
 def test_every_byte_belongs_to_one_rank_or_to_all(released: Source, layout: ExpertLayout) -> None:
     held = [held_weights(released.config, released.weights, r, 8, layout, True) for r in range(8)]
     copies: Counter[int] = Counter()  # bytes by the number of ranks that read them

@@ -4,9 +4,12 @@
 
 usage:  golden.py [--out DIR] [--preset tiny|odd|block] [--dtype float32|bfloat16]
                   [--seed N] [--prompt-len N] [--new N] [--fp8] [--copy FORMAT] [--no-mtp]
+                  [--compare]
 
 float32 is the parity oracle.  bfloat16 output is informative only: rounding reorders near-tied
 indexer and router scores (transformers' eager and sdpa attention already disagree there).
+
+--compare prints what transformers' other ways give: sdpa attention, generate().
 
 writes  DIR/config.json, generation_config.json, model.safetensors
                                 per-expert tensors, MTP layer under model.layers.<layers>.*
@@ -242,6 +245,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--copy", default="", choices=[f for f in FORMATS if f != "bf16"])
     parser.add_argument("--no-mtp", action="store_true")
+    parser.add_argument("--compare", action="store_true")
     return parser.parse_args()
 
 
@@ -336,6 +340,19 @@ def write_copy(
     print(f"  {form} margins: {margins(g)}")
 
 
+def compare(directory: Path, dtype: torch.dtype, prompt: Tensor, g: Arrays) -> None:
+    """Prints how far sdpa is from eager attention, and whether generate() makes the same tokens."""
+    other, new, length = load(directory, dtype, "sdpa"), len(g["greedy_tokens"]), prompt.shape[1]
+    with torch.no_grad():
+        logits = other(input_ids=prompt, use_cache=False).logits[0]
+        generated = other.generate(
+            prompt, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=1
+        )[0, length:]
+    gap = np.abs(to_numpy(logits) - g["logits_prefill"]).max()
+    same = bool((generated.numpy() == g["greedy_tokens"]).all())
+    print(f"  sdpa-vs-eager {gap:.3e}  generate() == manual: {same}")
+
+
 def main() -> None:
     a = arguments()
     if transformers.__version__ != VERIFIED:
@@ -358,20 +375,11 @@ def main() -> None:
         assert g["topk_margin_min"].min() > 3e-6, g["topk_margin_min"]
         assert g["cache_vs_full_maxabs"] < 1e-3, g["cache_vs_full_maxabs"]
         assert g["greedy_margin"].min() > 1e-3, g["greedy_margin"]
-    other = load(a.out, dtype, "sdpa")
-    with torch.no_grad():
-        logits = other(input_ids=prompt, use_cache=False).logits[0]
-        generated = other.generate(
-            prompt, max_new_tokens=a.new, do_sample=False, eos_token_id=None, pad_token_id=1
-        )[0, length:]
-    gap = np.abs(to_numpy(logits) - g["logits_prefill"]).max()
-    same = bool((generated.numpy() == g["greedy_tokens"]).all())
     effect = np.abs(g["logits_prefill"] - g["logits_prefill_dense"]).max()
     print(f"{a.out}: {len(tensors)} tensors, T={length} topk={config.index_topk} dtype={a.dtype}")
-    print(
-        f"  cache-vs-full {float(g['cache_vs_full_maxabs']):.3e}  sdpa-vs-eager {gap:.3e}"
-        f"  generate() == manual: {same}  sparse-vs-dense {effect:.3f}"
-    )
+    print(f"  cache-vs-full {float(g['cache_vs_full_maxabs']):.3e}  sparse-vs-dense {effect:.3f}")
+    if a.compare:
+        compare(a.out, dtype, prompt, g)
     print(f"  margins: {margins(g)}")
     print("  greedy", g["greedy_tokens"].tolist())
     if mtp is not None:

@@ -29,7 +29,7 @@ KINDS = [
     pytest.param(("shm", 2), id="shm-2"),
     pytest.param(("shm", 8), id="shm-8"),
     pytest.param(("gloo", 2), id="gloo-2"),
-    pytest.param(("gloo", 8), id="gloo-8"),
+    pytest.param(("gloo", 8), id="gloo-8", marks=pytest.mark.slow),
     pytest.param(("nccl", 2), id="nccl-2", marks=NCCL),
 ]
 SHAPES = {

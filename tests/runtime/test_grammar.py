@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from glmserve.text.tokenizer import Tokenizer
 from tests.text.random_schemas import random_schema
 
 EVERY = 200
-FEW = 12
+FEW = 6
 DRAFTS = 2
 TOOLS: tuple[dict[str, Any], ...] = (
     {
@@ -64,12 +64,24 @@ class Case:
 
 
 class World:
-    """A tiny checkpoint with its tokenizer and its grammars."""
+    """A tiny checkpoint with its tokenizer and its grammars, and engines that serve it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.tokenizer = Tokenizer(directory)
         self.builder = GrammarBuilder(self.tokenizer)
+        self._engines: dict[str, EngineClient] = {}  # by settings; most of a test is their start
+
+    def engine(self, **settings: Any) -> EngineClient:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in self._engines:
+            values = {"checkpoint": str(self.directory), "num_pages": 256, "max_rows": 16}
+            self._engines[key] = EngineClient.start(EngineConfig(**values | settings))
+        return self._engines[key]
+
+    def close(self) -> None:
+        for client in self._engines.values():
+            client.close()
 
     def request(self, case: Case, script: DraftScript | None = None) -> Request:
         grammar = self.builder.build(take_constraint(dict(case.constraint)), case.options)
@@ -88,22 +100,18 @@ class World:
         **settings: Any,
     ) -> dict[str, list[Chunk]]:
         """All cases and other requests at once; every chunk of each. `scripts`: drafts to use."""
-        values = {"checkpoint": str(self.directory), "num_pages": 256, "max_rows": 16} | settings
-        client = EngineClient.start(EngineConfig(**values))
-        try:
-            made = [self.request(case, (scripts or {}).get(case.uid)) for case in cases]
-            chunks: dict[str, list[Chunk]] = {}
-            for request in (*made, *others):
-                chunks[request.uid] = []
-                client.submit(request)
-            deadline = time.monotonic() + 240
-            while not all(got and got[-1].finish_reason for got in chunks.values()):
-                assert time.monotonic() < deadline
-                for chunk in client.receive(5.0):
-                    chunks[chunk.uid].append(chunk)
-            return chunks
-        finally:
-            client.close()
+        client = self.engine(**settings)
+        made = [self.request(case, (scripts or {}).get(case.uid)) for case in cases]
+        chunks: dict[str, list[Chunk]] = {}
+        for request in (*made, *others):
+            chunks[request.uid] = []
+            client.submit(request)
+        deadline = time.monotonic() + 240
+        while not all(got and got[-1].finish_reason for got in chunks.values()):
+            assert time.monotonic() < deadline
+            for chunk in client.receive(5.0):
+                chunks[chunk.uid].append(chunk)
+        return chunks
 
     def answer(self, case: Case, chunks: Iterable[Chunk]) -> dict[str, Any]:
         """What a client reads, streamed chunk by chunk."""
@@ -115,10 +123,12 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("tiny")
     make_checkpoint(directory, "tiny", 3)
-    return World(directory)
+    made = World(directory)
+    yield made
+    made.close()
 
 
 def case_list(world: World) -> list[Case]:
@@ -297,15 +307,15 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(
 def test_a_grammars_end_ends_an_answer_that_ignores_eos_or_wants_more_tokens(world: World) -> None:
     case = Case("short", {"guided_regex": "ab{0,40}"}, OutputOptions(start="content"))
     case.settings |= {"ignore_eos": True, "min_tokens": 8}
-    chunks = world.run([case], drafts=2)["short"]
-    assert chunks[-1].finish_reason == "stop"
-    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    shorter = Case("shorter", {"guided_regex": "a"}, OutputOptions(start="content"))
+    shorter.settings |= {"min_tokens": 8}
+    chunks = world.run([case, shorter], drafts=2)
+    assert chunks["short"][-1].finish_reason == "stop"
+    tokens = [token for chunk in chunks["short"] for token in chunk.token_ids]
     assert len(tokens) > 8
     assert tokens[-1] in world.tokenizer.eos_token_ids
-    case = Case("shorter", {"guided_regex": "a"}, OutputOptions(start="content"))
-    case.settings |= {"min_tokens": 8}
-    chunks = world.run([case])["shorter"]
-    assert (chunks[-1].finish_reason, chunks[-1].num_output_tokens) == ("stop", 2)
+    last = chunks["shorter"][-1]
+    assert (last.finish_reason, last.num_output_tokens) == ("stop", 2)
 
 
 @pytest.mark.slow

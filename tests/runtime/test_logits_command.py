@@ -33,7 +33,7 @@ def run_logits(directory: Path, out: Path, *options: str) -> Arrays:
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
-        pytest.param("tiny", "--ranks 8", id="tiny-8"),
+        pytest.param("tiny", "--ranks 8", id="tiny-8", marks=pytest.mark.slow),
         pytest.param("tiny", "--ranks 2 --expert-layout sliced --chunk 7", id="tiny-2-sliced"),
         pytest.param("odd", "--ranks 2 --page-seed 1", id="odd-2"),
         pytest.param("block", "--ranks 8 --expert-layout sliced", id="block-8-sliced"),

@@ -145,16 +145,19 @@ def test_the_model_is_not_ready_until_its_ranks_have_loaded(
 
 
 def test_settings_from_config_pbtxt_and_a_second_load(external: External) -> None:
-    request = {"text_input": "one two", "max_tokens": 5}
-    for _ in range(2):
+    def ask() -> None:
+        request = {"text_input": "one two", "max_tokens": 5}
         status, body = external.post("/v2/models/ensemble/generate", request)
         assert status == 200, body
         assert json.loads(body)["num_output_tokens"] == 5
-        unload = {"parameters": {"unload_dependents": True}}
-        assert external.post("/v2/repository/models/ensemble/unload", unload)[0] == 200
-        wait_until(lambda: not descendants(external.process.pid), 20.0, "the stubs ended")
-        assert external.post("/v2/repository/models/ensemble/load", {})[0] == 200
-        wait_until(external.ready, 60.0, "the ensemble is ready again")
+
+    ask()
+    unload = {"parameters": {"unload_dependents": True}}
+    assert external.post("/v2/repository/models/ensemble/unload", unload)[0] == 200
+    wait_until(lambda: not descendants(external.process.pid), 60.0, "the stubs ended")
+    assert external.post("/v2/repository/models/ensemble/load", {})[0] == 200
+    wait_until(external.ready, 60.0, "the ensemble is ready again")
+    ask()
 
 
 def test_a_dead_engine_stops_the_external_server(external: External) -> None:
