@@ -25,8 +25,8 @@ from glmserve.runtime.step import LOAD_PERIOD
 from glmserve.sampling_params import SamplingParams
 from tests.tolerances import assert_close
 
-# Prompts whose answers stay below the preset's index_topk (32), pass it, pass the end of the first
-# page, pass that of the second.
+# Their answers pass the preset's index_topk (16), stay within the first page beyond it, pass the
+# end of that page, pass that of the second.
 LENGTHS = (5, 25, 55, 120)
 NEW = 16
 BATCH = 18  # a request and 17 others
