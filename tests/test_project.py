@@ -125,6 +125,18 @@ def test_dockerfile_uses_the_stock_server_and_turns_multicast_off() -> None:
         assert f"{name}={value}" in text
 
 
+def test_the_build_context_holds_what_the_dockerfile_copies() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    copied = {
+        source.split("/glmserve/")[0]
+        for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
+        for source in line.split()[:-1]
+    }
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert copied == {line[1:] for line in lines if line.startswith("!")}
+    assert all((ROOT / path).exists() for path in copied)
+
+
 def seconds(duration: str) -> int:
     match = re.fullmatch(r"(\d+)(s|m)", duration)
     assert match, duration
