@@ -325,7 +325,7 @@ class StepResult:
     ended: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))  # [N]
     reports: dict[int, RowReport] = field(default_factory=dict)  # by row, also of other rows
     rows_computed: int = 0  # token rows that went through the target model
-    late: bool = False  # the device had nothing left to do when this step reached it
+    late: bool = False  # a replay that found the one before it done: the device was idle
     # [routed layers, experts] rows that chose each expert since the start; in few results
     expert_totals: npt.NDArray[np.int64] | None = None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from glmserve.config import EngineConfig
 from glmserve.engine.process import resolve
 from glmserve.ipc.ring import BroadcastRing
 from glmserve.kernels.row_state import columns
-from glmserve.messages import StepPlan
+from glmserve.messages import PageGrant, PrefillChunk, RowInit, StepPlan
 from glmserve.parallel.group import SingleGroup
 from glmserve.runtime.graphs import Captured, Head, Step
 from glmserve.runtime.packing import Places, Shape, pack
@@ -65,3 +66,16 @@ def test_a_step_is_late_when_the_one_before_it_has_ended(runner: StepRunner) -> 
     assert not first.wait().late  # nothing was to be waited for
     assert not behind.wait().late
     assert runner.run(StepPlan(2, decode=(0,))).wait().late
+
+
+def test_behind_an_eager_step_no_step_is_late(runner: StepRunner) -> None:
+    runner.run(StepPlan(0, decode=(0,))).wait()
+    prompt = StepPlan(
+        1,
+        (RowInit(0, 1, 0.0, 1.0, 0, 9, ()),),
+        (PageGrant(0, 0, np.array([1], dtype=np.int32)),),
+        (PrefillChunk(0, 0, 5, np.arange(5, dtype=np.int32)),),
+    )
+    assert runner.run(prompt).wait().tokens.size == 1
+    assert not runner.run(StepPlan(2, decode=(0,))).wait().late
+    assert runner.run(StepPlan(3, decode=(0,))).wait().late

@@ -93,7 +93,7 @@ class StepRunner:
         self.graphs = Graphs()
         most = max(buckets(config.max_rows)[-1], MIXED_ROWS[-1])
         self.slots = ResultSlots(most, config.drafts, device)
-        self._newest: torch.cuda.Event | None = None  # the end of the step launched last
+        self._newest: torch.cuda.Event | None = None  # the end of the step before, if a replay
         self._replayed: dict[Shape, tuple[int, ...]] = {}  # device rows that each one holds
 
     @torch.inference_mode()
@@ -141,13 +141,15 @@ class StepRunner:
         if self.drafter:
             self.drafter.resume(plan)
         # Scripted drafts are put in place by the host, between operators.
-        if places.shape in self.graphs.shapes and not self.state.scripts:
+        replayed = places.shape in self.graphs.shapes and not self.state.scripts
+        if replayed:
             self._replay(plan, places, variant, pending)
         else:
             self._run_eagerly(plan, places, variant, pending, seen)
         pending.expert_totals = self._expert_totals()
         pending.mark(self.device)
-        self._newest = pending.done
+        # The device waits for the launches of an eager step, however early it was planned.
+        self._newest = pending.done if replayed else None
         return pending
 
     def _expert_totals(self) -> Tensor | None:
