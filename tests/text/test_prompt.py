@@ -28,6 +28,12 @@ def builder(checkpoint: Path) -> Iterator[PromptBuilder]:
         yield builder
 
 
+@pytest.fixture(scope="module")
+def in_process(checkpoint: Path) -> Iterator[PromptBuilder]:
+    with closing(PromptBuilder(checkpoint, worker=False)) as builder:
+        yield builder
+
+
 def chat(content: Any = "Hi", **inputs: Any) -> ChatRequest:
     return ChatRequest.from_inputs(messages=[{"role": "user", "content": content}], **inputs)
 
@@ -123,19 +129,17 @@ def test_a_checkpoint_without_template_serves_text_only(checkpoint: Path, tmp_pa
             builder.from_chat(chat())
 
 
-def _best_seconds(limit: float, work: Any) -> float:
-    """The best of a few runs: other work on the machine must not fail a test of ours."""
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - started)
-        if best < limit:
-            break
-    return best
+def _cpu_seconds(builder: PromptBuilder, messages: str) -> float:
+    """Of the best of three runs in this process: what else the machine does is not counted."""
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
+        builder.from_chat(ChatRequest.from_inputs(messages=messages))
+        seconds.append(time.process_time() - started)
+    return min(seconds)
 
 
-def test_a_thousand_tool_calls_take_less_than_a_second(builder: PromptBuilder) -> None:
+def test_a_thousand_tool_calls_take_less_than_a_second(in_process: PromptBuilder) -> None:
     size = 1000
     calls = [
         {"id": f"c{n}", "function": {"name": "f", "arguments": json.dumps({"n": n, "s": "x"})}}
@@ -148,20 +152,14 @@ def test_a_thousand_tool_calls_take_less_than_a_second(builder: PromptBuilder) -
     messages = json.dumps(
         [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}, *results]
     )
-    assert (
-        _best_seconds(1.0, lambda: builder.from_chat(ChatRequest.from_inputs(messages=messages)))
-        < 1.0
-    )
-    text = builder.from_chat(ChatRequest.from_inputs(messages=messages)).text
+    assert _cpu_seconds(in_process, messages) < 1.0
+    text = in_process.from_chat(ChatRequest.from_inputs(messages=messages)).text
     places = [text.index(f"<tool_response>result {n}</tool_response>") for n in range(size)]
     assert places == sorted(places)
 
 
-def test_a_megabyte_takes_less_than_two_seconds(builder: PromptBuilder) -> None:
+def test_a_megabyte_takes_less_than_two_seconds(in_process: PromptBuilder) -> None:
     content = "Some text of the user, with a number 12345 and 一些中文。\n" * 15000
     assert len(content.encode()) > 10**6 * 0.9
     messages = json.dumps([{"role": "user", "content": content}])
-    assert (
-        _best_seconds(2.0, lambda: builder.from_chat(ChatRequest.from_inputs(messages=messages)))
-        < 2.0
-    )
+    assert _cpu_seconds(in_process, messages) < 2.0
