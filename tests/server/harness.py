@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,9 @@ import tritonclient.grpc as grpc_client
 import tritonclient.grpc.aio as grpc_aio
 
 from glmserve import env
+from glmserve.config import engine_config_from_env
+from glmserve.engine.client import EngineClient
+from glmserve.messages import Request
 from glmserve.server.process_tree import Process, descendants
 from glmserve.server.relay import RelayClient
 from glmserve.server.tensors import MODELS
@@ -291,6 +294,27 @@ class OpenStream:
 
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)
+
+
+def offline_tokens(checkpoint: Path, requests: Iterable[Request]) -> dict[str, list[int]]:
+    """What one rank without a server gives, by uid."""
+    client = EngineClient.start(
+        engine_config_from_env(checkpoint=str(checkpoint), device="cpu", ranks=1)
+    )
+    tokens: dict[str, list[int]] = {}
+    try:
+        for request in requests:
+            tokens[request.uid] = []
+            client.submit(request)
+        running = set(tokens)
+        while running:
+            for chunk in client.receive():
+                tokens[chunk.uid] += chunk.token_ids
+                if chunk.finish_reason is not None:
+                    running.remove(chunk.uid)
+    finally:
+        client.close()
+    return tokens
 
 
 def inputs(model: str, tensors: Mapping[str, Any], client: Any = grpc_client) -> list[Any]:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from glmserve.config import engine_config_from_env
-from glmserve.engine.client import EngineClient
 from glmserve.messages import Request
 from glmserve.sampling_params import SamplingParams
 from glmserve.text.tokenizer import Tokenizer
@@ -22,6 +20,7 @@ from tests.server.harness import (
     Server,
     in_parallel,
     in_parallel_aio,
+    offline_tokens,
     wait_until,
 )
 
@@ -38,22 +37,9 @@ def _prompts() -> list[str]:
 @pytest.fixture(scope="module")
 def offline(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """Greedy tokens of every prompt from one rank, without the server."""
-    config = engine_config_from_env(checkpoint=str(checkpoint), device="cpu", ranks=1)
-    client = EngineClient.start(config)
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    tokens: dict[str, list[int]] = {prompt: [] for prompt in _prompts()}
-    try:
-        for prompt in tokens:
-            client.submit(Request(prompt, tokenizer.encode(prompt), sampling))
-        running = set(tokens)
-        while running:
-            for chunk in client.receive():
-                tokens[chunk.uid] += chunk.token_ids
-                if chunk.finish_reason is not None:
-                    running.remove(chunk.uid)
-    finally:
-        client.close()
-    return tokens
+    prompts = _prompts()
+    return offline_tokens(checkpoint, [Request(p, tokenizer.encode(p), sampling) for p in prompts])
 
 
 @pytest.fixture(scope="module")

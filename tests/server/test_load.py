@@ -17,14 +17,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc.aio as grpc_aio
 
-from glmserve.config import engine_config_from_env
-from glmserve.engine.client import EngineClient
 from glmserve.generation_config import GenerationConfig
 from glmserve.messages import Request
 from glmserve.sampling_params import SamplingParams
 from glmserve.server.process_tree import descendants
 from glmserve.text.tokenizer import Tokenizer
-from tests.server.harness import Answer, Server, add_response, inputs
+from tests.server.harness import Answer, Server, add_response, inputs, offline_tokens
 
 CLIENTS = 64
 SECONDS = 120.0
@@ -54,24 +52,14 @@ def _sampling(i: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def offline(checkpoint: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """The first LONG tokens of every prompt from one rank, without the server."""
-    client = EngineClient.start(
-        engine_config_from_env(checkpoint=str(checkpoint), device="cpu", ranks=1)
-    )
     defaults = GenerationConfig.from_directory(checkpoint).sampling  # as the server has them
-    tokens: dict[str, list[int]] = {str(i): [] for i in range(PROMPTS)}
-    try:
-        for i in range(PROMPTS):
-            settings = {"max_tokens": LONG, **_sampling(i)}
-            sampling = SamplingParams.from_mapping(settings, defaults)
-            client.submit(Request(str(i), tokenizer.encode(_prompt(i)), sampling))
-        running = set(tokens)
-        while running:
-            for chunk in client.receive():
-                tokens[chunk.uid] += chunk.token_ids
-                if chunk.finish_reason is not None:
-                    running.remove(chunk.uid)
-    finally:
-        client.close()
+
+    def request(i: int) -> Request:
+        settings = {"max_tokens": LONG, **_sampling(i)}
+        sampling = SamplingParams.from_mapping(settings, defaults)
+        return Request(str(i), tokenizer.encode(_prompt(i)), sampling)
+
+    tokens = offline_tokens(checkpoint, map(request, range(PROMPTS)))
     return [tokens[str(i)] for i in range(PROMPTS)]
 
 

@@ -114,11 +114,11 @@ def local_slice(
     spec: TensorSpec, config: ModelConfig, rank: int, size: int, layout: ExpertLayout
 ) -> tuple[slice, ...] | None:
     """The part of the tensor that `rank` of `size` holds, one slice a dimension, or None."""
-    placed = spec.expert is not None and layout == "ep"
-    if placed and spec.expert // (config.n_routed_experts // size) != rank:
+    placed = spec.expert if layout == "ep" else None
+    if placed is not None and placed // (config.n_routed_experts // size) != rank:
         return None  # most tensors of a large model
     whole = tuple(slice(0, n) for n in spec.shape)
-    if placed or spec.cut is Cut.WHOLE:
+    if placed is not None or spec.cut is Cut.WHOLE:
         return whole
     dim = 0 if spec.cut is Cut.ROWS else 1
     share = spec.shape[dim] // size

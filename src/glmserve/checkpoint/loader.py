@@ -125,6 +125,7 @@ Job = Copy | Convert
 
 
 def piece(source: StoredTensor, part: Part, target: Tensor) -> Piece:
+    """The read of one slice of a stored tensor into `target`, which has the slice's shape."""
     columns = None
     if len(part) == 2 and part[1] != slice(0, source.shape[1]):
         columns = part[1]

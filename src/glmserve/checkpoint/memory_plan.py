@@ -30,6 +30,8 @@ CONTEXTS = (8192, 32768, 102400, 1 << 20)
 
 @dataclass(frozen=True)
 class Item:
+    """One use of a rank's memory; `exact` where it follows from shapes alone."""
+
     name: str
     bytes: float
     exact: bool = True

@@ -69,6 +69,8 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
+    """One decoder layer's parameters on this rank; D is the hidden size."""
+
     input_norm: Tensor  # [D]
     post_norm: Tensor  # [D]
     attention: AttentionWeights
@@ -77,6 +79,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class MtpWeights:
+    """The multi-token-prediction layer's parameters on this rank; embedding and head are shared."""
+
     embedding_norm: Tensor  # [D], enorm
     hidden_norm: Tensor  # [D], hnorm
     eh_proj: Tensor  # [D, 2 D / N], columns of this rank: embedding first

@@ -31,6 +31,8 @@ from glmserve.parallel.group import Group
 
 
 class Attention:
+    """A layer's attention on this rank's heads, and the writing of its cache entries."""
+
     def __init__(
         self,
         config: ModelConfig,

@@ -19,6 +19,8 @@ from glmserve.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class LayerCache:
+    """One layer's caches; slot s of both belongs to the same token."""
+
     latent: Tensor  # [slots, kv_lora + rope], fp8: uint8 [slots, latent_row_bytes]
     index_k: Tensor | None  # [slots, index_head_dim], fp8: uint8 [slots, 132]; full layers only
 

@@ -17,6 +17,8 @@ from glmserve.model_config import ModelConfig
 
 
 class ExpertLoad:
+    """Running totals on the device, one for each expert of each routed layer."""
+
     def __init__(
         self,
         config: ModelConfig,

@@ -25,6 +25,8 @@ SPLIT_ROWS = 512  # rows of a prefill step from which on ranks score a share of 
 
 
 class Indexer:
+    """The index heads of one full layer, whole on every rank."""
+
     def __init__(self, config: ModelConfig, weights: IndexerWeights, group: Group) -> None:
         self.config, self.weights, self.group = config, weights, group
 

@@ -25,6 +25,8 @@ from glmserve.parallel.group import Group
 
 
 class DecoderLayer:
+    """Attention and feed-forward of one layer on this rank."""
+
     def __init__(
         self, config: ModelConfig, weights: LayerWeights, group: Group, latent_norm_eps: float
     ) -> None:

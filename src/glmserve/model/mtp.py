@@ -24,6 +24,8 @@ from glmserve.parallel.group import Group
 
 
 class Mtp:
+    """The MTP layer on this rank, whose weights must have been loaded with it."""
+
     def __init__(
         self,
         config: ModelConfig,

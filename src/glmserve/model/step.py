@@ -36,6 +36,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Step:
+    """One pass over a batch's R rows as every layer sees it."""
+
     batch: StepBatch
     rope: Tensor  # [R, rope / 2, 2] acc, (cos, sin) of the RoPE positions
     last: Tensor  # [R] int64, cache coordinate of the row itself: the last that it sees

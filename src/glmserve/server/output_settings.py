@@ -16,6 +16,8 @@ from glmserve.text.output_options import OutputOptions
 
 @dataclass(frozen=True)
 class OutputSettings:
+    """How postprocess turns a request's ids into its answer."""
+
     options: OutputOptions  # how output ids become text, reasoning and tool calls
     echo: str = ""  # the prompt's text, when the answer must repeat it
 

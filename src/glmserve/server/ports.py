@@ -16,6 +16,8 @@ class PortBusy(GlmServeError):
 
 @dataclass(frozen=True)
 class Ports:
+    """Where the server listens."""
+
     host: str
     http: int
     grpc: int

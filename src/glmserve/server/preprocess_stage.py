@@ -21,7 +21,7 @@ from glmserve.generation_config import GenerationConfig
 from glmserve.sampling_params import SamplingParams
 from glmserve.server.output_settings import OutputSettings
 from glmserve.server.stage_messages import Prompted, TextRequest
-from glmserve.text.chat_request import ChatRequest
+from glmserve.text.chat_request import CHAT_INPUTS, ChatRequest
 from glmserve.text.grammar import GrammarBuilder
 from glmserve.text.output_constraint import OutputConstraint, take_constraint
 from glmserve.text.output_options import StopOptions
@@ -51,18 +51,6 @@ _SETTINGS: Final[Mapping[str, str]] = {
     "guided_decoding_guide_type": "guided_decoding_guide_type",
     "guided_decoding_guide": "guided_decoding_guide",
 }
-_CHAT: Final = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "thinking",
-    "enable_thinking",
-    "add_generation_prompt",
-    "continue_final_message",
-)
 # Request parameters that the protocol itself puts there; any other one is a sampling setting.
 _PROTOCOL: Final = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers"}
@@ -150,7 +138,7 @@ class PreprocessStage:
 
     def _prompt(self, tensors: Mapping[str, Any], stop: StopOptions) -> Prompt:
         text = tensors.get("text_input")
-        chat = {name: tensors[name] for name in _CHAT if name in tensors}
+        chat = {name: tensors[name] for name in CHAT_INPUTS if name in tensors}
         if "messages" in chat:
             if text:
                 raise InvalidInput("text_input", text, "give this or `messages`, not both")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
+    """A process as it was seen; its pid may have another owner later."""
+
     pid: int
     started: int  # clock ticks since boot
 

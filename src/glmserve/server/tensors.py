@@ -28,6 +28,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelTensors:
+    """What one model takes and gives."""
+
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 

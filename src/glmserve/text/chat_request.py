@@ -7,8 +7,9 @@ contents stay the client's own objects, because the order of their keys becomes 
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 from pydantic_core import ErrorDetails
@@ -149,6 +150,10 @@ class ChatRequest(BaseModel):
             callable_tools=allowed,
             **{name: value for name, value in values.items() if value is not None},
         )
+
+
+# The names of a chat request's inputs, `messages` first.
+CHAT_INPUTS: Final = tuple(inspect.signature(ChatRequest.from_inputs).parameters)
 
 
 def _value(field: str, source: Any) -> Any:

@@ -14,26 +14,13 @@ from typing import Any
 
 from glmserve.errors import InvalidInput
 from glmserve.text import client_json
-from glmserve.text.chat_request import ChatRequest
+from glmserve.text.chat_request import CHAT_INPUTS, ChatRequest
 from glmserve.text.normalize import normalize_messages
 from glmserve.text.output_options import OutputOptions, StopOptions
 from glmserve.text.parse_text import ParsedAnswer, parse_text
 from glmserve.text.prompt import PromptBuilder, Renderer, callable_tools
 from glmserve.text.start_state import start_of_text
 from glmserve.text.template import TemplateSource
-
-_REQUEST_FIELDS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "thinking",
-    "enable_thinking",
-    "add_generation_prompt",
-    "continue_final_message",
-)
 
 
 def add_subcommands(subparsers: Any) -> None:
@@ -127,7 +114,7 @@ def read_chat(source: str) -> ChatRequest:
     if not isinstance(body, dict):
         raise InvalidInput("request", body, "must be a JSON object")
     return ChatRequest.from_inputs(
-        **{"messages": None, **{name: body[name] for name in _REQUEST_FIELDS if name in body}}
+        **{"messages": None, **{name: body[name] for name in CHAT_INPUTS if name in body}}
     )
 
 

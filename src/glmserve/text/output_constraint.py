@@ -38,8 +38,8 @@ def take_constraint(values: dict[str, Any]) -> OutputConstraint | None:
 
     Raises InvalidInput naming the key; also when two of them ask for something.
     """
-    if values.pop("grammar_after", None) is not None:
-        raise InvalidInput("grammar_after", "...", "follows from the prompt")
+    if (after := values.pop("grammar_after", None)) is not None:
+        raise InvalidInput("grammar_after", after, "follows from the prompt")
     found: list[OutputConstraint] = []
     guide = values.pop("guided_decoding_guide", None)
     for key, read in _READERS.items():
@@ -54,8 +54,8 @@ def take_constraint(values: dict[str, Any]) -> OutputConstraint | None:
     if guide is not None:
         raise InvalidInput("guided_decoding_guide", guide, f"needs `{_GUIDE_TYPE}`")
     if len(found) > 1:
-        fields = " and ".join(constraint.field for constraint in found)
-        raise InvalidInput(found[1].field, "...", f"only one may constrain the output: {fields}")
+        reason = "only one may constrain the output: " + " and ".join(c.field for c in found)
+        raise InvalidInput(found[1].field, found[1].value, reason)
     return found[0] if found else None
 
 
@@ -129,8 +129,8 @@ def _schema(field: str, value: Any, strict: bool = True) -> OutputConstraint:
     if not isinstance(value, dict | bool):
         raise InvalidInput(field, value, "a JSON schema is an object")
     check_depth(field, value)
-    if len(json.dumps(value)) > MAX_SOURCE:
-        raise InvalidInput(field, "...", f"longer than {MAX_SOURCE} characters")
+    if (length := len(json.dumps(value))) > MAX_SOURCE:
+        raise InvalidInput(field, length, f"longer than {MAX_SOURCE} characters")
     return OutputConstraint("json", value, field, strict)
 
 
