@@ -38,13 +38,9 @@ def test_sigterm_with_sixteen_streams_and_after_failed_requests(checkpoint: Path
             assert (got.finish_reason, got.finals, got.error) == ("abort", 1, "")
 
 
-def test_sigint_when_idle(checkpoint: Path) -> None:
-    with _server(checkpoint) as server:
-        assert server.generate(text_input="x", max_tokens=3)[0] == 200
-        assert server.stop(signal.SIGINT) < 10.0
-
-
-def test_ready_only_when_the_engine_is(checkpoint: Path, tmp_path: Path) -> None:
+def test_ready_only_when_the_engine_is_and_sigint_when_idle(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     """While the script loads the ensemble is not ready and says so."""
     loading = tmp_path / "loading"
     loading.touch()
@@ -56,6 +52,8 @@ def test_ready_only_when_the_engine_is(checkpoint: Path, tmp_path: Path) -> None
         server.wait_ready()
         assert server.ready()
         assert server.status()["state"] == "ready"
+        assert server.generate(text_input="x", max_tokens=3)[0] == 200
+        assert server.stop(signal.SIGINT) < 10.0
 
 
 def test_sigterm_while_loading(checkpoint: Path, tmp_path: Path) -> None:
