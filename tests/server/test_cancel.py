@@ -16,7 +16,7 @@ from glmserve.text.tokenizer import Tokenizer
 from tests.server.harness import OpenStream, Server, wait_until
 from tests.server.scripted_engine import Act
 
-LONG = {"stream": True, "max_tokens": 900, "temperature": 0.0, "ignore_eos": True}
+LONG = {"stream": True, "max_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
 PROMPT = "one two three " * 40
 LIMIT = 1.0  # seconds from the client's word until the pages are free
 AGE = 0.6  # seconds that the metrics which show it may be old

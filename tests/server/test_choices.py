@@ -137,7 +137,7 @@ def test_a_long_prompt_that_fails_is_refused_as_a_whole(scripted: Server) -> Non
 @pytest.mark.parametrize("stream", [True, False])
 def test_cancelling_ends_every_choice(drafting: Server, tokenizer: Tokenizer, stream: bool) -> None:
     ids = tokenizer.encode(PROMPT).tolist()
-    sampling = _n(4, max_tokens=800)
+    sampling = _n(4, max_tokens=3000)  # the metrics must see them run
     with drafting.open_stream(
         "glm_dsa", input_ids=ids, stream=stream, sampling_parameters=sampling
     ) as opened:
