@@ -223,6 +223,12 @@ class Shaping:
     prompt: IntArray  # [n] int32; the ranks see only the part that no prefix hit covers
     output: IntArray  # [m] int32, tokens from before a preemption
 
+    @property
+    def ids(self) -> int:
+        """How many ids it brings along: what bounds the plans that carry it."""
+        tokens = len(self.prompt) + len(self.output) + len(self.allowed_token_ids or ())
+        return tokens + len(self.logit_bias) + sum(map(len, self.bad_word_ids))
+
 
 @dataclass(frozen=True)
 class RowInit:

@@ -15,7 +15,7 @@ from glmserve.config import EngineConfig
 from glmserve.engine.chunk_reader import ChunkReader
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
-from glmserve.messages import Cancel, Chunk, Request
+from glmserve.messages import Cancel, Chunk, Request, encode
 from glmserve.sampling_params import SamplingParams
 from tests.engine.fake_ranks import VOCAB, FakeRanks, expected_output
 
@@ -311,15 +311,27 @@ def test_running_requests_share_pages_and_the_oldest_unused_are_evicted() -> Non
     assert harness.output("again") == expected_output([*shared, 5], 2, ())
 
 
+def test_a_plan_fits_the_ring_however_many_long_prompts_have_penalties() -> None:
+    config = EngineConfig("none", num_pages=30_000, max_rows=16, chunk=8192).with_limits(1 << 20)
+    scheduler = Scheduler(config, EOS)
+    prompt = np.arange(240_000, dtype=np.int32)
+    sampling = SamplingParams(max_tokens=9, repetition_penalty=1.1)
+    for i in range(16):
+        scheduler.add(Request(str(i), prompt.copy(), sampling))
+    plan = scheduler.schedule()
+    assert plan is not None and len(plan.admit) == 2
+    assert len(encode(plan)) < 8 << 20
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     data=st.data(),
     seed=st.integers(0, 1000),
-    num_pages=st.integers(6, 30),
+    num_pages=st.one_of(st.integers(6, 9), st.integers(6, 30)),
     max_rows=st.integers(1, 5),
     chunk=st.sampled_from([1, 7, 16, 64]),
     drafts=st.integers(0, 3),
-    steps_in_flight=st.sampled_from([1, 2, 6]),
+    steps_in_flight=st.sampled_from([1, 2, 6, 16]),
     page_seed=st.one_of(st.none(), st.integers(0, 9)),
 )
 def test_any_mix_of_requests_equals_one_at_a_time(

@@ -112,9 +112,10 @@ def test_close_ends_the_ranks_at_once_and_gives_everything_back() -> None:
 def test_close_kills_ranks_that_ignore_it_within_its_timeout() -> None:
     with launched("deaf") as launcher:
         assert launcher.recv(20) == b"ready"
+        wait_until(lambda: all(c.tail() for c in launcher.children), 20.0, "all of them are deaf")
         start = time.monotonic()
-        launcher.close(timeout=1.0)
-        assert time.monotonic() - start < 30.0  # they sleep for ten minutes
+        launcher.close(timeout=3.0)
+        assert time.monotonic() - start < 15.0  # they sleep for ten minutes
         assert {child.describe_exit() for child in launcher.children} == {"signal 9"}
 
 

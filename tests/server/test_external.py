@@ -61,9 +61,9 @@ class External:
         finally:
             connection.close()
 
-    def ready(self) -> bool:
+    def ready(self, timeout: float = 60.0) -> bool:
         assert self.process.poll() is None, self.log.read_text()
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports.http, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports.http, timeout=timeout)
         try:
             connection.request("GET", "/v2/models/ensemble/ready")
             return connection.getresponse().status == 200
@@ -113,7 +113,7 @@ def _poll_until_ready(server: External) -> None:
     relay = RelayClient(path)
     waited = 0  # polls that found the engine loading and the model not ready
     deadline = time.monotonic() + 90.0
-    while not server.ready():
+    while not server.ready(timeout=0.5):  # the server may answer only once it has loaded
         waited += (relay.ask(op="status") or {}).get("state") == "starting"
         assert time.monotonic() < deadline, server.log.read_text()
         time.sleep(0.05)

@@ -18,6 +18,10 @@ from glmserve.engine.sequence import Sequence
 from glmserve.engine.stats import StatsCollector
 from glmserve.messages import PageGrant, PrefillChunk, RowInit, StepPlan
 
+# Ids that a plan's new rows may bring along for penalties and the like before it takes no more of
+# them: with a last row of a million they stay below the 8 MB of the plans' ring.
+_SHAPING_IDS = 1 << 18
+
 
 class Planner:
     """Decides what the next step computes."""
@@ -121,6 +125,7 @@ class Planner:
         roster, table = self._roster, self._roster.table
         chunks: list[PrefillChunk] = []
         begun: list[Sequence] = []
+        brought = 0  # ids of `admit`, beside the chunks'
         if (table.live & ~table.decoding).any():
             begun = [s for s in roster.running if not table.decoding[s.row]]
         while budget > 0:
@@ -129,7 +134,7 @@ class Planner:
                 break
             enters = not begun
             sequence = entering.pop(0) if enters else begun.pop(0)
-            if enters and not self._match(sequence):
+            if enters and (brought > _SHAPING_IDS or not self._match(sequence)):
                 break
             start = sequence.prefilled
             # A long prompt leaves half of the step to those behind it.
@@ -140,7 +145,8 @@ class Planner:
                     self._unmatch(sequence)
                 break
             if enters:
-                admit.append(self._admit(sequence, grants, now))
+                admit.append(init := self._admit(sequence, grants, now))
+                brought += init.shaping.ids if init.shaping else 0
             end = start + length
             tokens = sequence.context[start : end + 1]
             resumed = enters and start > 0

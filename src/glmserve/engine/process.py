@@ -47,6 +47,7 @@ from glmserve.text.tokenizer import Tokenizer
 
 STATS_PERIOD = 0.5  # seconds between two messages of statistics while steps run
 LOAD_TIMEOUT = 3600.0  # seconds; 95 GB a rank from slow storage is minutes
+_RESULT_BYTES = 512  # of a result, a token row: one with 20 log-probabilities takes 321
 
 
 def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
@@ -88,7 +89,12 @@ class EngineProcess:
         # While nothing runs, a rank that dies or a grammar that is built must end the wait.
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
-        self.ranks = RankLauncher(self.config, on_failure=lambda _reason: self._wake())
+        drawn = self.config.chunk + self.config.max_rows * (self.config.drafts + 1)
+        self.ranks = RankLauncher(
+            self.config,
+            result_bytes=max(8 << 20, _RESULT_BYTES * drawn),
+            on_failure=lambda _reason: self._wake(),
+        )
         self.scheduler: Scheduler | None = None
 
     def _wake(self) -> None:
