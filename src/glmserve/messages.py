@@ -225,9 +225,9 @@ class Shaping:
 
     @property
     def ids(self) -> int:
-        """How many ids it brings along: what bounds the plans that carry it."""
+        """How many ids it brings along, 5 bytes each at most in a plan; a bias counts as four."""
         tokens = len(self.prompt) + len(self.output) + len(self.allowed_token_ids or ())
-        return tokens + len(self.logit_bias) + sum(map(len, self.bad_word_ids))
+        return tokens + 4 * len(self.logit_bias) + sum(map(len, self.bad_word_ids))
 
 
 @dataclass(frozen=True)

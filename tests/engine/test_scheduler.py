@@ -16,6 +16,7 @@ from glmserve.engine.chunk_reader import ChunkReader
 from glmserve.engine.loop import EngineLoop
 from glmserve.engine.scheduler import Scheduler
 from glmserve.messages import Cancel, Chunk, Request, encode
+from glmserve.parallel.launcher import RING_BYTES
 from glmserve.sampling_params import SamplingParams
 from tests.engine.fake_ranks import VOCAB, FakeRanks, expected_output
 
@@ -320,7 +321,7 @@ def test_a_plan_fits_the_ring_however_many_long_prompts_have_penalties() -> None
         scheduler.add(Request(str(i), prompt.copy(), sampling))
     plan = scheduler.schedule()
     assert plan is not None and len(plan.admit) == 2
-    assert len(encode(plan)) < 8 << 20
+    assert len(encode(plan)) < RING_BYTES
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

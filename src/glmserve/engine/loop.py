@@ -18,7 +18,8 @@ from glmserve.engine.scheduler import Scheduler
 from glmserve.messages import Cancel, Request, StepPlan, StepResult, Update, decode, encode
 
 # Seconds of work that are kept behind the step that runs, for a result's way through three
-# processes and a plan's way back: on a quiet machine, and at most where steps still came late.
+# processes and a plan's way back: on a quiet machine, and at most where steps still came late. By
+# the estimate of a step's time: where the ranks are slower than the device, more work is out.
 _COVER, _MOST_COVER = 1.5e-3, 5e-3
 _GROWTH = 1.2  # of the cover with each step that was late
 _EASE = 1e-3  # what each other step takes of the cover's surplus

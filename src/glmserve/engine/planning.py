@@ -19,7 +19,7 @@ from glmserve.engine.stats import StatsCollector
 from glmserve.messages import PageGrant, PrefillChunk, RowInit, StepPlan
 
 # Ids that a plan's new rows may bring along for penalties and the like before it takes no more of
-# them: with a last row of a million they stay below the 8 MB of the plans' ring.
+# them: with a last row of a million they stay below `launcher.RING_BYTES`.
 _SHAPING_IDS = 1 << 18
 
 

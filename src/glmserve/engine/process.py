@@ -41,7 +41,7 @@ from glmserve.messages import (
     encode,
 )
 from glmserve.model_config import ModelConfig
-from glmserve.parallel.launcher import RankLauncher
+from glmserve.parallel.launcher import RING_BYTES, RankLauncher
 from glmserve.text.grammar_vocabulary import grammar_vocabulary
 from glmserve.text.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ class EngineProcess:
         drawn = self.config.chunk + self.config.max_rows * (self.config.drafts + 1)
         self.ranks = RankLauncher(
             self.config,
-            result_bytes=max(8 << 20, _RESULT_BYTES * drawn),
+            result_bytes=max(RING_BYTES, _RESULT_BYTES * drawn),
             on_failure=lambda _reason: self._wake(),
         )
         self.scheduler: Scheduler | None = None

@@ -24,6 +24,7 @@ from glmserve.parallel.native import library_fd
 from glmserve.parallel.rank_spec import RankSpec
 from glmserve.parallel.segment import GroupSegment
 
+RING_BYTES = 8 << 20  # of plans, and of results where no more is asked for
 _RANK_PROGRAM = ("-m", "glmserve.runtime.rank")
 _COLLECTIVE_TIMEOUT = 600.0  # s; ranks load at different speeds before they first meet
 _TERM_GRACE = 1.0  # s between SIGTERM and SIGKILL
@@ -37,8 +38,8 @@ class RankLauncher:
         config: EngineConfig,
         *,
         program: Sequence[str] = _RANK_PROGRAM,
-        plan_bytes: int = 8 << 20,
-        result_bytes: int = 8 << 20,
+        plan_bytes: int = RING_BYTES,
+        result_bytes: int = RING_BYTES,
         extra_env: Mapping[str, str] | None = None,
         on_failure: Callable[[str], None] | None = None,
         collective_timeout: float = _COLLECTIVE_TIMEOUT,
