@@ -12,10 +12,6 @@ from glmserve.kernels.topk_select import reference
 from glmserve.kernels.topk_select.launch import topk_select
 
 K = 2048
-SPILLS = {
-    "collect": "twelve registers beyond the 64 a thread that let four CTAs share an SM; 192 rows "
-    "of 100K took 77 us without the limit and 65 with it on an H200",
-}
 PEERS = {
     (1, 8192): 4.86, (6, 8192): 4.93, (32, 8192): 5.1, (192, 8192): 7.51,
     (1, 102400): 8.27, (6, 102400): 8.35, (32, 102400): 21.2, (192, 102400): 75.25,
@@ -24,7 +20,7 @@ PEERS = {
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    for rows, width in ((4, 2048), (4, 8192), (4, 102400), (32, 102400), (32, 1 << 20)):
+    for rows, width in ((4, 8256), (4, 16384), (4, 102400), (4, 1 << 20), (4, 1 << 21)):
         logits = torch.empty(rows, width, device=device)
         last = torch.empty(rows, dtype=torch.int64, device=device)
         yield f"{rows} x {width}", lambda x=logits, y=last: topk_select(x, K, y, 0)
