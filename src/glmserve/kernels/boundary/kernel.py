@@ -44,9 +44,8 @@ def _raise_flags(peers, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _await_flags(signals, place, launch, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Waits until every peer's program of the same number has raised its flag."""
-    mine = _peer(signals, RANK, tl.int32) + place * WORLD + tl.arange(0, WORLD)
+def _await_flags(mine, launch):
+    """Waits until every flag of `mine` [WORLD] has this launch's number."""
     # Differences survive the counter's wrap; a tensor carried by the loop would not compile.
     lag = tl.min(tl.atomic_add(mine, 0, sem="acquire", scope="sys") - launch, 0)
     while lag < 0:
@@ -66,13 +65,25 @@ def _leave(state, launch):
 
 
 @triton.jit
-def _sum_of_ranks(buffers, start, at, inside, WORLD: tl.constexpr):
-    """Elements start + at of every rank's buffer, fp32. `.cg`: peers wrote behind our L1's back."""
-    total = tl.load(buffers[0] + start + at, mask=inside, other=0.0, cache_modifier=".cg")
-    total = total.to(tl.float32)
+def _row(source, row, rows, width, column):
+    """A row, zeros beyond the last."""
+    return tl.load(source + row * width + column, mask=(column < width) & (row < rows), other=0.0)
+
+
+@triton.jit
+def _sum_of_ranks(buffers, at, inside, own, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Elements `at` of every rank's buffer, fp32; this rank's are `own`. Volatile: all are asked
+    for before one is used, and peers wrote behind our L1's back."""
+    parts = ()
+    for rank in tl.static_range(WORLD):
+        if rank == RANK:
+            parts = parts + (own,)  # noqa: RUF005
+        else:
+            part = tl.load(buffers[rank] + at, mask=inside, other=0.0, volatile=True)
+            parts = parts + (part,)  # noqa: RUF005
+    total = parts[0].to(tl.float32)
     for rank in tl.static_range(1, WORLD):
-        part = tl.load(buffers[rank] + start + at, mask=inside, other=0.0, cache_modifier=".cg")
-        total += part.to(tl.float32)
+        total += parts[rank].to(tl.float32)
     return total
 
 
@@ -122,28 +133,40 @@ def one_shot(
     Programs must all be resident at once: a program waits for its peers of the same number.
     """
     let_next_start()
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
     # Known before the step: behind the exchange they would be waited for.
     gain = tl.load(weight + column, mask=inside, other=0.0)
     peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
+    flags = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
+    flags += pid * WORLD + tl.arange(0, WORLD)
     parts = _peers(buffers, tl.bfloat16, WORLD)
     wait_for_previous()
+    # Before the launch's number is looked at; what is our own stays in registers.
+    own = _row(x, pid, rows, width, column)
+    stream = own
+    if RESIDUAL:
+        stream = _row(residual, pid, rows, width, column)
     launch = tl.load(state) + 1
-    half = (launch & 1).to(tl.int64) * capacity
+    half = (launch & 1) * capacity
     if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
-        own = parts[RANK] + half
-        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        target = parts[RANK]
+        tl.store(target + (half + pid * width + column), own, mask=inside & (pid < rows))
+        for row in tl.range(pid + programs, rows, programs):
             at = row * width + column
-            tl.store(own + at, tl.load(x + at, mask=inside), mask=inside)
-        _raise_flags(peers, tl.program_id(0), launch, RANK, WORLD)
+            tl.store(target + (half + at), tl.load(x + at, mask=inside), mask=inside)
+        _raise_flags(peers, pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
-        _await_flags(signals, tl.program_id(0), launch, RANK, WORLD)
-        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        _await_flags(flags, launch)
+        for row in tl.range(pid, rows, programs):
             at = row * width + column
-            tile = _sum_of_ranks(parts, half, at, inside, WORLD)
+            tile = _sum_of_ranks(parts, half + at, inside, own, RANK, WORLD)
             if RESIDUAL:
-                tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+                tile += stream.to(tl.float32)
+                stream = _row(residual, row + programs, rows, width, column)
+            own = _row(x, row + programs, rows, width, column)
             rounded = to_bf16(tile)
             tl.store(total + at, rounded, mask=inside)
             _finish_row(
@@ -190,34 +213,50 @@ def two_shot(
     # Known before the step: behind the exchange they would be waited for.
     gain = tl.load(weight + column, mask=inside, other=0.0)
     peers = tl.load(signals + tl.arange(0, WORLD)).to(tl.pointer_type(tl.int32))
+    flags = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + tl.arange(0, WORLD)
     parts = _peers(buffers, tl.bfloat16, WORLD)
+    first = pid + (RANK + WORLD - pid % WORLD) % WORLD * programs
     wait_for_previous()
+    # The row that this program sums for all ranks, if it has one.
+    own = _row(x, first, rows, width, column)
+    stream = own
+    if RESIDUAL:
+        stream = _row(residual, first, rows, width, column)
     launch = tl.load(state) + 1
-    half = (launch & 1).to(tl.int64) * capacity
-    sums = half + 2 * capacity.to(tl.int64)
-    own = parts[RANK]
+    half = (launch & 1) * capacity
+    sums = half + 2 * capacity
     if PHASE == ALL or PHASE == PUBLISH:  # noqa: SIM109
+        following = _row(x, pid, rows, width, column)
         for row in tl.range(pid, rows, programs):
-            at = row * width + column
-            tl.store(own + half + at, tl.load(x + at, mask=inside), mask=inside)
+            current = following
+            following = _row(x, row + programs, rows, width, column)
+            tl.store(parts[RANK] + (half + row * width + column), current, mask=inside)
         _raise_flags(peers, pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == EXCHANGE:  # noqa: SIM109
-        _await_flags(signals, pid, launch, RANK, WORLD)
-        first = pid + (RANK + WORLD - pid % WORLD) % WORLD * programs
+        _await_flags(flags + pid * WORLD, launch)
         for row in tl.range(first, rows, programs * WORLD):
             at = row * width + column
-            tile = _sum_of_ranks(parts, half, at, inside, WORLD)
+            tile = _sum_of_ranks(parts, half + at, inside, own, RANK, WORLD)
             if RESIDUAL:
-                tile += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+                tile += stream.to(tl.float32)
+                stream = _row(residual, row + programs * WORLD, rows, width, column)
+            own = _row(x, row + programs * WORLD, rows, width, column)
             rounded = to_bf16(tile)
             for rank in tl.static_range(WORLD):
-                tl.store(parts[rank] + sums + at, rounded, mask=inside)
+                tl.store(parts[rank] + (sums + at), rounded, mask=inside)
         _raise_flags(peers, programs + pid, launch, RANK, WORLD)
     if PHASE == ALL or PHASE == FINISH:  # noqa: SIM109
-        _await_flags(signals, programs + pid, launch, RANK, WORLD)
+        _await_flags(flags + (programs + pid) * WORLD, launch)
+        there = inside & (pid < rows)
+        source = parts[RANK]
+        at = sums + pid * width + column
+        following = tl.load(source + at, mask=there, other=0.0, volatile=True)
         for row in tl.range(pid, rows, programs):
             at = row * width + column
-            value = tl.load(own + sums + at, mask=inside, other=0.0, cache_modifier=".cg")
+            value = following
+            there = inside & (row + programs < rows)
+            after = sums + at + programs * width
+            following = tl.load(source + after, mask=there, other=0.0, volatile=True)
             tl.store(total + at, value, mask=inside)
             _finish_row(
                 value.to(tl.float32), row, rows, at, inside, gain, normed, values, scales, width,

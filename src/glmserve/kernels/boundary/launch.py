@@ -60,6 +60,7 @@ def boundary(
     """
     rows, width = partial.shape
     assert rows * width <= memory.capacity, (rows, width, memory.capacity)
+    assert 4 * memory.capacity < 1 << 31, memory.capacity  # places are int32
     assert partial.is_contiguous(), partial.stride()
     if two_shot is None:
         two_shot = takes_two_shots(memory.size, rows, width)
