@@ -53,7 +53,8 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
             lambda x=latent, w=kv_b: value_kernel.value_up_quantised(x, w[:, 192:]),
         )
         index = torch.empty(rows, 32, 128, dtype=bf16, device=device)
-        weights = torch.empty(rows, 2784, dtype=bf16, device=device)[:, -32:]
+        apart = torch.empty(8, rows, 160, device=device)  # the index projection in parts
+        weights = apart[:, :, -32:]
         projected = torch.empty(rows, WIDTH, dtype=bf16, device=device)
         for fp8 in (True, False):
             yield "index_query", lambda q=index, w=weights, r=rope, f=fp8: index_query(q, w, r, f)
@@ -64,10 +65,10 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
                 if fp8 or not quantised:  # block-fp8 weights come with fp8 caches
                     yield (
                         "latent_inputs",
-                        lambda x=projected, r=rope, s=long, c=cache, k=own, q=quantised: (
+                        lambda x=projected, r=rope, s=long, c=cache, k=own, q=quantised, p=apart: (
                             latent_inputs(
                                 x, norm, norm[:512], r, s, c, k,
-                                index_norm if k is not None else None, 1e-5, None, q,
+                                index_norm if k is not None else None, 1e-5, p, q,
                             )
                         ),
                     )  # fmt: skip
@@ -194,9 +195,11 @@ def index_queries(rows: int) -> Problem:
     torch.manual_seed(0)
     sets = sets_for(rows * 32 * 128 * 3)
     queries = [torch.randn(rows, 32, 128, device="cuda").bfloat16() for _ in range(sets)]
-    weights = torch.randn(rows, 160, device="cuda").bfloat16()[:, 128:]
+    weights = torch.randn(8, rows, 160, device="cuda")[:, :, 128:]
     rope = rope_reference.rope_table(torch.arange(rows, device="cuda"), 64, 8e6, torch.float32)
-    wide, scaled = query_reference.index_query(queries[0].float(), weights.float(), rope)
+    wide, scaled = query_reference.index_query(
+        queries[0].float(), weights.sum(0, keepdim=True), rope
+    )
     values, scale = quantise_index(wide)
     outs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -54,7 +54,7 @@ def test_kernels_in_a_row_match_wide_references_in_a_row(device: torch.device, f
     cq = cq.rows[mine]
     heads = (cq.float() @ wq_b.float().T).to(bf16).view(-1, 32, 128)
     weights = projected[mine, Q + 576 + 128 :]
-    iq, iw = index_query(heads, weights, rope[mine], fp8)
+    iq, iw = index_query(heads, weights[None], rope[mine], fp8)
     last, seq = last[mine], row_seq[mine]
     context = PER * 64
     scores = index_logits(iq, iw, index, table, seq, last, 0, context, ROWS, False, 2)
@@ -72,7 +72,7 @@ def test_kernels_in_a_row_match_wide_references_in_a_row(device: torch.device, f
         IndexKeyNorm(norm.weight.float(), norm.bias.float()), 1e-5,
     )[mine]  # fmt: skip
     heads = (cq @ wq_b.float().T).view(-1, 32, 128)
-    iq, iw = query_reference.index_query(heads, weights.float(), rope[mine])
+    iq, iw = query_reference.index_query(heads, weights.float()[None], rope[mine])
     want_scores = logits_reference.index_logits(
         iq, iw, wide_index, table, seq, last, 0, 64, context
     )

@@ -74,9 +74,9 @@ def test_scores_of_fp8_keys_and_queries_are_close_to_the_wide_ones() -> None:
     rope = rope_table(torch.arange(4), 64, 8e6, torch.float32)
     where = (torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.zeros(4, dtype=torch.int64))
     last, context = torch.tensor([150, 151, 152, 153]), SLOTS
-    q, w = index_query(query, weights, rope)
+    q, w = index_query(query, weights[None], rope)
     want = index_logits(q, w, wide, *where, last, 0, 64, context)
-    q, w = index_query(query, weights, rope, fp8=True)
+    q, w = index_query(query, weights[None], rope, fp8=True)
     got = index_logits(q, w, index, *where, last, 0, 64, context)
     seen = ~want.isneginf()
     assert torch.equal(seen, ~got.isneginf())

@@ -115,12 +115,16 @@ def test_an_index_key_projected_apart_gives_the_same_rows(device: torch.device) 
     rope = rope_table(torch.tensor([1, 2, 3], device=device), 64, 8e6, torch.float32)
     slots = torch.tensor([7, 0, 70], device=device)
     pairs = []
-    for parts in ((x, None), (x[:, :2624].contiguous(), x[:, 2624:])):
+    latents, index = x[:, :2624].contiguous(), x[:, 2624:]
+    # Halves of the numbers and their rest add up exactly; the rounding to bf16 is at the end.
+    halves = torch.stack((index.float() / 2, index.float() / 4, index.float() / 4))
+    for parts in ((x, None), (latents, index[None]), (latents, halves)):
         for run in (latent_inputs, reference.latent_inputs):
             cache, keys = (
                 torch.zeros(SLOTS, n, dtype=torch.uint8, device=device) for n in (656, 132)
             )
             q = run(parts[0], ones, ones[:512], rope, slots, cache, keys, norm, 1e-5, parts[1])
             pairs.append((q.rows if isinstance(q, Normed) else q, cache, keys))
-    for got, want in zip(pairs[:2], pairs[2:], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for pair in (pairs[2:4], pairs[4:]):
+        for got, want in zip(pairs[:2], pair, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

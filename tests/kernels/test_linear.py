@@ -62,6 +62,16 @@ def test_bf16_matches_the_product(device: torch.device, rows: int, width: int, d
     assert_close("fp32 result", want, launch.linear(x, weight, torch.float32), "operator_bf16")
 
 
+@pytest.mark.parametrize(("rows", "depth"), [(3, 1536), (40, 1536), (300, 1536), (3, 320), (3, 48)])
+def test_parts_add_up_to_the_products_bits(device: torch.device, rows: int, depth: int) -> None:
+    weight, x = outlier_weight(136, 1536).bfloat16().to(device), outlier_rows(rows, 1536).to(device)
+    weight, x = weight[:, :depth].contiguous(), x[:, :depth].contiguous()
+    parts = launch.linear_parts(x, weight)
+    assert (len(parts) > 1) == (depth == 1536 and rows <= 256)
+    whole = launch.linear(x, weight, torch.bfloat16)
+    assert torch.equal(reference.added(parts, torch.bfloat16), whole)
+
+
 def test_bf16_takes_depths_of_64(device: torch.device) -> None:
     weight, x = outlier_weight(72, 320).bfloat16().to(device), outlier_rows(5, 320).to(device)
     want = x.float() @ weight.float().T

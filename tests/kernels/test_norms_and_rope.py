@@ -120,7 +120,7 @@ def test_index_query_ropes_the_first_dimensions_and_scales_weights(
     weights = draw.normal(shape.rows, shape.index_heads, dtype=dtype)
     positions = draw.ints(500, shape.rows)
     table = rope_table(positions, shape.rope, THETA, dtype)
-    got, scaled = index_query(query, weights, table)
+    got, scaled = index_query(query, weights[None], table)
     for head in range(shape.index_heads):
         want = query[:, head].double().clone()
         want[:, : shape.rope] = naive_rope(query[:, head, : shape.rope], positions)

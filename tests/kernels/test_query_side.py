@@ -51,8 +51,10 @@ def test_index_queries(device: torch.device, fp8: bool) -> None:
     query = query.bfloat16()
     weights = torch.randn(rows, 40, device=device).bfloat16()[:, 4:36]  # a slice of a projection
     rope = rope_table(torch.tensor([3, 70_000, 12], device=device), 64, 8e6, torch.float32)
-    wide, scaled = reference.index_query(query.float(), weights.float(), rope)
-    got, got_weights = index_query(query, weights, rope, fp8)
+    wide, scaled = reference.index_query(query.float(), weights.float()[None], rope)
+    got, got_weights = index_query(query, weights[None], rope, fp8)
+    parts = torch.stack((weights.float() / 4, weights.float() / 2, weights.float() / 4))
+    assert torch.equal(index_query(query, parts, rope, fp8)[1], got_weights)
     if fp8:
         values, scale = quantise_index(wide)
         assert (got_weights - scaled * scale).abs().max() <= 1e-6 * (scaled * scale).abs().max()

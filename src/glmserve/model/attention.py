@@ -15,7 +15,7 @@ from torch import Tensor
 from glmserve.checkpoint.weights import AttentionWeights
 from glmserve.kernels.dense_mla import dense_mla
 from glmserve.kernels.latent_inputs import IndexKeyNorm, latent_inputs
-from glmserve.kernels.linear import QuantWeight, linear
+from glmserve.kernels.linear import QuantWeight, linear, linear_parts
 from glmserve.kernels.quantise import QuantRows
 from glmserve.kernels.query_side import absorb_query
 from glmserve.kernels.residual_norm import Normed
@@ -69,7 +69,7 @@ class Attention:
         c, w = self.config, self.weights
         index_projected: Tensor | None = None
         if w.indexer is not None and write_index:
-            index_projected = linear(x.rows, w.indexer.proj)
+            index_projected = linear_parts(x.rows, w.indexer.proj)
         q_latent = latent_inputs(
             linear(x.for_weight(w.a_proj), w.a_proj),
             w.q_norm,
@@ -88,7 +88,7 @@ class Attention:
             assert w.indexer is not None
             assert self.indexer is not None
             assert cache.index_k is not None
-            head_weights = index_projected[:, c.index_head_dim :]
+            head_weights = index_projected[:, :, c.index_head_dim :]
             selection = self.indexer.select(
                 q_latent.for_weight(w.indexer.wq_b), head_weights, cache.index_k, step
             )

@@ -34,12 +34,12 @@ class Indexer:
         self, q_latent: Tensor | QuantRows, head_weights: Tensor, index_k: Tensor, step: Step
     ) -> Selection:
         """Scores each row (q_latent [R, q_lora] normed, in fp8 for a block-fp8 wq_b; head_weights
-        [R, Hi] raw) against the keys that it sees and keeps the best index_topk.
+        [C, R, Hi] raw, in parts) against the keys that it sees and keeps the best index_topk.
 
         Long prefill steps are scored in shares, one a rank; a row's scores do not depend on the
         rows beside it, so the positions are the same as those of one rank.
         """
-        batch, rows, ranks = step.batch, len(head_weights), self.group.size
+        batch, rows, ranks = step.batch, head_weights.shape[1], self.group.size
         if ranks == 1 or rows < SPLIT_ROWS or batch.rows_per_sequence is not None:
             positions = self._positions(q_latent, head_weights, index_k, step, slice(0, rows))
         else:
@@ -70,7 +70,7 @@ class Indexer:
             q_latent = q_latent[some]
         query = linear(q_latent, self.weights.wq_b).view(-1, c.index_n_heads, c.index_head_dim)
         query, scaled = index_query(
-            query, head_weights[some], step.rope[some], fp8=index_k.dtype == torch.uint8
+            query, head_weights[:, some], step.rope[some], fp8=index_k.dtype == torch.uint8
         )
         # Scores of long contexts come in parts; a part holds whole sequences of a decode step.
         unit = batch.rows_per_sequence or 1

@@ -43,8 +43,8 @@ def latent_inputs(
                   or uint8 [slots, 656] (see `quant`)
     index_cache   [slots, index_dim] or None when this pass writes no index keys;
                   its first `rope` dimensions are roped; or uint8 [slots, 132] (see `quant`)
-    index_projected  [R, >= index_dim]: the index key's projection, where it does not stand behind
-                  the latents' in `projected`
+    index_projected  [C, R, >= index_dim]: the index key's projection as `linear_parts` gives it,
+                  where it does not stand behind the latents' in `projected`
     quantised     asks for the q latent (q_lora a multiple of 128) in fp8 beside the rows
     """
     rows, width = projected.shape

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..linear.parts import MOST_CHUNKS, add_parts
 from ..pdl import pdl
 from ..quant import latent_row_bytes
 from ..quantise.kernel import quantise_groups
@@ -90,14 +91,14 @@ def _write_latent(x, rope, row, slots, gain, cache, eps, LATENT: tl.constexpr, F
 
 @triton.jit
 def _write_index_key(
-    x, rope, row, slots, cache, norm_weight, norm_bias, norm_eps, FP8: tl.constexpr
+    x, step, parts, rope, row, slots, cache, norm_weight, norm_bias, norm_eps, FP8: tl.constexpr
 ):
     i = tl.arange(0, 128)
     weight = tl.load(norm_weight + i).to(tl.float32)
     bias = tl.load(norm_bias + i).to(tl.float32)
     wait_for_previous()
     slot = tl.load(slots + row).to(tl.int64)
-    key = tl.load(x + i).to(tl.float32)
+    key = add_parts(x + i, step, parts, i < 128)
     key -= tl.sum(key, 0) * (1.0 / 128)
     scale = tl.rsqrt(tl.sum(key * key, 0) * (1.0 / 128) + norm_eps)
     key = _turn(key * scale * weight + bias, rope, row, 128)
@@ -113,15 +114,16 @@ def _write_index_key(
         tl.store(cache + slot * 128 + i, to_bf16(key))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "index_step", "index_parts"])
 def split_norm_write(
-    projected, stride, index_projected, index_stride, q_norm, kv_norm, rope, slots, q_latent,
-    values, scales, latent_cache, index_cache, index_weight, index_bias, eps, index_eps, rows,
+    projected, stride, index_projected, index_stride, index_step, index_parts, q_norm, kv_norm,
+    rope, slots, q_latent, values, scales, latent_cache, index_cache, index_weight, index_bias,
+    eps, index_eps, rows,
     Q: tl.constexpr, LATENT: tl.constexpr, QUANTISE: tl.constexpr,
     FP8: tl.constexpr, INDEX: tl.constexpr, INDEX_FP8: tl.constexpr,
 ):  # fmt: skip
     """Program (r, 0) norms the query latent of row r, (r, 1) writes its latent, (r, 2) its index
-    key."""
+    key, whose projection comes in so many parts, index_step from each other."""
     let_next_start()
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -132,8 +134,8 @@ def split_norm_write(
         _write_latent(x + Q, rope, row, slots, kv_norm, latent_cache, eps, LATENT, FP8)
     elif INDEX:
         _write_index_key(
-            index_projected + row.to(tl.int64) * index_stride, rope, row, slots, index_cache,
-            index_weight, index_bias, index_eps, INDEX_FP8,
+            index_projected + row.to(tl.int64) * index_stride, index_step, index_parts, rope, row,
+            slots, index_cache, index_weight, index_bias, index_eps, INDEX_FP8,
         )  # fmt: skip
 
 
@@ -190,13 +192,15 @@ def latent_inputs(
         index = (index_cache, index_norm.weight, index_norm.bias, index_norm.eps)
     else:  # never read
         index = (latent_cache, q_norm, q_norm, 0.0)
-    keys = projected
+    keys = projected[None]
     if index_cache is not None:
-        keys = projected[:, q + len(kv_norm) + 64 :] if index_projected is None else index_projected
-    assert keys.stride(1) == 1, keys.stride()
+        behind = keys[:, :, q + len(kv_norm) + 64 :]
+        keys = behind if index_projected is None else index_projected
+    assert keys.stride(2) == 1, keys.stride()
+    assert len(keys) <= MOST_CHUNKS.value, keys.shape
     split_norm_write[(rows, 2 + (index_cache is not None))](
-        projected, projected.stride(0), keys, keys.stride(0), q_norm, kv_norm, rope, slots,
-        q_latent, q_latent if rows8 is None else rows8.values,
+        projected, projected.stride(0), keys, keys.stride(1), keys.stride(0), len(keys), q_norm,
+        kv_norm, rope, slots, q_latent, q_latent if rows8 is None else rows8.values,
         q_norm if rows8 is None else rows8.scales, latent_cache, *index[:3], eps, index[3], rows,
         Q=q, LATENT=len(kv_norm), QUANTISE=quantised, FP8=latent_cache.dtype == torch.uint8,
         INDEX=index_cache is not None, INDEX_FP8=index[0].dtype == torch.uint8, num_warps=4,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..linear.reference import added
 from ..precision import acc_dtype
 from ..quant import pack_latent_rows, write_index_rows
 from ..residual_norm.reference import rms_norm
@@ -45,7 +46,7 @@ def latent_inputs(
         row = torch.cat((rms_norm(kv_latent, kv_norm, eps), key_part), -1)
     latent_cache.index_copy_(0, slots.long(), row)
     if index_cache is not None and index_norm is not None:
-        rest = rest if index_projected is None else index_projected
+        rest = rest if index_projected is None else added(index_projected, dtype)
         key = layer_norm(rest[:, : index_norm.weight.shape[0]], index_norm)
         key = torch.cat((rotate(key[:, :rope_dim], rope), key[:, rope_dim:]), -1)
         if index_cache.dtype == torch.uint8:

@@ -10,7 +10,7 @@ from ..quantise.reference import GROUP, QuantRows
 from . import reference
 from .reference import QuantWeight, dequantise_weight, quantise_weight
 
-__all__ = ["QuantWeight", "dequantise_weight", "linear", "quantise_weight"]
+__all__ = ["QuantWeight", "dequantise_weight", "linear", "linear_parts", "quantise_weight"]
 
 
 def linear(x: torch.Tensor | QuantRows, weight: torch.Tensor | QuantWeight) -> torch.Tensor:
@@ -30,6 +30,17 @@ def linear(x: torch.Tensor | QuantRows, weight: torch.Tensor | QuantWeight) -> t
         if use_kernel("linear", "cuda", launch.unserved(x.shape[1], x.dtype)):
             return launch.linear(x.contiguous(), weight, x.dtype)
     return reference.linear(x, weight)
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[R, in] x [out, in] -> [C, R, out], whose sum in order, rounded to x's dtype, is `linear`'s
+    result bit for bit (`reference.added`). C and the parts' dtype are the device's choice."""
+    if x.is_cuda:
+        from . import launch
+
+        if use_kernel("linear", "cuda", launch.unserved(x.shape[1], x.dtype)):
+            return launch.linear_parts(x.contiguous(), weight)
+    return linear(x, weight)[None]
 
 
 def _quantised(x: torch.Tensor | QuantRows, weight: QuantWeight) -> torch.Tensor:

@@ -44,3 +44,11 @@ def quantise_weight(weight: torch.Tensor) -> QuantWeight:
     scales = (blocks.abs().amax((1, 3)) / 448.0).clamp_min(1e-30)
     values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
     return QuantWeight(values.view(tall, columns)[:rows].contiguous(), scales)
+
+
+def added(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Parts [C, ...] of a product added in order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)

@@ -33,11 +33,12 @@ def index_query(
     query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index queries [R, Hi, Di] with their first `rope` dimensions roped, same dtype; and the head
-    weights [R, Hi] in acc with both constants (Di^-0.5 and Hi^-0.5) folded in.
+    weights, of [C, R, Hi] as `linear_parts` gives them, [R, Hi] in acc with both constants
+    (Di^-0.5 and Hi^-0.5) folded in.
 
     With fp8 the queries are e4m3, for an fp8 index cache, and each head's weight has its query's
     scale as well."""
-    assert head_weights.shape == query.shape[:2], (query.shape, head_weights.shape)
+    assert head_weights.shape[1:] == query.shape[:2], (query.shape, head_weights.shape)
     assert rope.shape[0] == query.shape[0]
     assert query.shape[2] >= 2 * rope.shape[1], (query.shape, rope.shape)
     if query.is_cuda:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..head_product.kernel import multiply_heads, unserved
+from ..linear.parts import MOST_CHUNKS, add_parts
 from ..pdl import pdl
 from ..triton_common import (
     divide,
@@ -25,9 +26,9 @@ from ..triton_common import (
 _LEAST = tl.constexpr(1e-4)  # quant.SMALLEST_AMAX
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["weights_step", "parts"])
 def turn_index_query(
-    query, weights, weights_row, rope, out, out_weights, constant,
+    query, weights, weights_row, weights_step, parts, rope, out, out_weights, constant,
     ALL_HEADS: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
@@ -43,7 +44,8 @@ def turn_index_query(
     sin = tl.load(angle + 1, mask=i < 32, other=0.0)[None, :]
     turned = even * cos - odd * sin
     odd = odd * cos + even * sin
-    w = tl.load(weights + row.to(tl.int64) * weights_row + h).to(tl.float32) * constant
+    line = weights + row.to(tl.int64) * weights_row + h
+    w = add_parts(line, weights_step, parts, h < ALL_HEADS) * constant
     if FP8:
         top = tl.maximum(tl.max(tl.maximum(tl.abs(turned), tl.abs(odd)), 1), _LEAST)
         step = power_of_two_above(divide(top, 448.0 + top * 0.0))
@@ -91,14 +93,16 @@ def index_query(
     query: torch.Tensor, head_weights: torch.Tensor, rope: torch.Tensor, fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert query.is_contiguous(), query.stride()
-    assert head_weights.stride(1) == 1, head_weights.stride()
+    assert head_weights.stride(2) == 1, head_weights.stride()
+    assert len(head_weights) <= MOST_CHUNKS.value, head_weights.shape
     rows, heads, dim = query.shape
     dtype = torch.float8_e4m3fn if fp8 else query.dtype
     out = torch.empty(query.shape, dtype=dtype, device=query.device)
     weights = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
     if rows:
         turn_index_query[(rows, heads // 8)](
-            query, head_weights, head_weights.stride(0), rope, out, weights,
-            (dim * heads) ** -0.5, ALL_HEADS=heads, HEADS=8, FP8=fp8, num_warps=2, **pdl(),
+            query, head_weights, head_weights.stride(1), head_weights.stride(0), len(head_weights),
+            rope, out, weights, (dim * heads) ** -0.5, ALL_HEADS=heads, HEADS=8, FP8=fp8,
+            num_warps=2, **pdl(),
         )  # fmt: skip
     return out, weights

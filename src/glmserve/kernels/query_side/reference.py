@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..linear.reference import added
 from ..precision import acc_dtype
 from ..quant import quantise_index
 from ..rope.reference import rotate
@@ -22,7 +23,7 @@ def index_query(
     heads, dim = query.shape[1:]
     rope_dim = 2 * rope.shape[1]
     acc = acc_dtype(query.dtype)
-    weights = head_weights.to(acc) * (dim * heads) ** -0.5
+    weights = added(head_weights, query.dtype).to(acc) * (dim * heads) ** -0.5
     roped = torch.cat((rotate(query[..., :rope_dim], rope), query[..., rope_dim:].to(acc)), -1)
     if fp8:
         values, scale = quantise_index(roped.float())
