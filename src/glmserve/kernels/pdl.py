@@ -7,7 +7,8 @@ A kernel that is launched with `**pdl()` calls, in every program, those that lea
     let_next_start()       as early as it likes: our dependents may take their places
     wait_for_previous()    before it touches what earlier kernels write, or writes what they touch
 
-(`triton_common`). Before the wait it may read what no kernel of a step writes: weights, tables.
+(`triton_common`). Before the wait it may read what no kernel of a step writes: weights, tables. A
+kernel that is bound by its own reads lets the next start late: its weights would be in their way.
 Without the launch option the wait does nothing, so a kernel has one compiled form either way; one
 that is always launched plainly may let the next start and needs no wait.
 """

@@ -70,7 +70,6 @@ def _pair(partial, sizes, row, pair, units, place, head, TILES: tl.constexpr):
 def join(partial, sizes, out, units, TILES: tl.constexpr, SPAN: tl.constexpr):
     """SPAN of a row's 4096 sums, from units of TILES tiles each (1, 4 or 8), of which it has
     `units`. The order of partial: bits of dim 8 7, head 2, dim 6 5 4 3 2, head 1 0, dim 1 0."""
-    let_next_start()  # the next kernel fetches its weights while the tiles are still attended to
     row = tl.program_id(0)
     begin = tl.program_id(1) * SPAN
     half = (begin >> 9) & 1
@@ -80,6 +79,7 @@ def join(partial, sizes, out, units, TILES: tl.constexpr, SPAN: tl.constexpr):
     head = half * 4 + c
     place = begin + g * 16 + c[None, :, None] * 4 + d
     wait_for_previous()
+    let_next_start()  # not before: as in `tiles.attend`
     x0, m0, t0 = _pair(partial, sizes, row, 0, units, place, head, TILES)
     x1, m1, t1 = _pair(partial, sizes, row, 1, units, place, head, TILES)
     x2, m2, t2 = _pair(partial, sizes, row, 2, units, place, head, TILES)

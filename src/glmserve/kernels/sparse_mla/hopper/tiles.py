@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...linear.hopper import let_next_start, wait_for_previous
 from .parts import (
     BYTES,
     HALVES,
@@ -103,13 +104,7 @@ def attend(
         gl.float32, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
 
-    # As `let_next_start` and `wait_for_previous`.
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    wait_for_previous()
     begin = unit * TILES * 64
     stop = gl.minimum(begin + TILES * 64, k)
     mine = slots + row * k
@@ -298,6 +293,7 @@ def attend(
         a1 = b1
         a2 = b2
         a3 = b3
+    let_next_start()  # not before: the next kernels' weights would be in the gathers' way
     if PARTIAL:
         h = gl.arange(0, 8, layout=gl.SliceLayout(0, WARPS))
         size = sizes + (row * units + unit) * 16
