@@ -38,8 +38,7 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
         )
 
     for rows in range(1, 10):
-        for sequences in (1, 32):
-            yield f"{sequences} requests of {rows}", call(sequences, rows, True)
+        yield f"requests of {rows}", call(32, rows, True)
     for fp8 in (True, False):
         yield f"any rows, fp8 {fp8}", call(128, None, fp8)
 
@@ -96,15 +95,17 @@ def cases() -> Iterator[Case]:
         (1, 6, 1 << 20): 75.0, (32, 1, 8192): 8.6, (32, 1, 102400): 121.8, (32, 6, 102400): 210.0,
     }  # fmt: skip
     for requests, rows, context, sets in (
-        (1, 1, 8192, 190), (1, 1, 102400, 16), (1, 1, 1 << 20, 2),
+        (1, 1, 8192, 190), (1, 1, 8192, 1), (1, 1, 102400, 16), (1, 1, 1 << 20, 2),
         (1, 6, 8192, 190), (1, 6, 102400, 16), (1, 6, 1 << 20, 2),
-        (32, 1, 8192, 6), (32, 1, 102400, 1), (32, 6, 8192, 6), (32, 6, 102400, 1),
+        (32, 1, 8192, 6), (32, 1, 8192, 1), (32, 1, 102400, 1),
+        (32, 6, 8192, 6), (32, 6, 102400, 1),
     ):  # fmt: skip
         key = (requests, rows, context)
         moved = requests * (context * ROW + rows * context * 4)
+        warm = " warm" if context == 8192 and sets == 1 else ""  # as the peer was timed there
         yield Case(
             "index_logits",
-            f"{requests} requests x {rows} rows, {context >> 10}K",
+            f"{requests} requests x {rows} rows, {context >> 10}K{warm}",
             lambda r=requests, n=rows, c=context, s=sets: problem(r, n, c, s, False),
             memory_us(moved),
             1e-3,

@@ -57,7 +57,7 @@ def test_kernels_in_a_row_match_wide_references_in_a_row(device: torch.device, f
     iq, iw = index_query(heads, weights[None], rope[mine], fp8)
     last, seq = last[mine], row_seq[mine]
     context = PER * 64
-    scores = index_logits(iq, iw, index, table, seq, last, 0, context, ROWS, False, 2)
+    scores = index_logits(iq, iw, index, table, seq, last, 0, context, ROWS, False)
     chosen = topk_select(scores, K, last, 0)
     slots = slot_lookup(chosen, table, seq, 64)
     query = (cq.float() @ q_b.float().T).to(bf16).view(-1, HEADS, 256)

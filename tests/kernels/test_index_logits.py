@@ -6,11 +6,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glmserve.kernels.index_logits import reference
+from glmserve.kernels.index_logits import kernel, reference
 from glmserve.kernels.index_logits.kernel import index_logits, unserved
 from glmserve.kernels.quant import quantise_index, read_index_pages, write_index_rows
 
-PAGES, WIDE, CTAS = 24, 6, 5  # physical pages; logical pages of a line; CTAs
+PAGES, WIDE = 24, 6  # physical pages; logical pages of a line
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """So few that stretches of pages go from one request to the next."""
+    monkeypatch.setattr(kernel, "CTAS", 5)
+    if device.type == "cuda":
+        from glmserve.kernels.index_logits.hopper import launch
+
+        monkeypatch.setattr(launch, "SMS", 2)
 
 
 def make(
@@ -54,12 +64,12 @@ def compare(case: dict[str, torch.Tensor], per_sequence: int | None, first: int 
         first, 64, context,
     )  # fmt: skip
     inputs = (c["query"], c["weights"], c["cache"], c["table"], c["row_seq"], c["last"], first)
-    got = index_logits(*inputs, context, per_sequence, True, CTAS)
+    got = index_logits(*inputs, context, per_sequence, True)
     assert torch.equal(got.isneginf(), want.isneginf())
     seen = ~want.isneginf()
     # The fp8 products of Hopper keep some 14 bits in their sums.
     assert (got[seen] - want[seen]).norm() <= 4e-4 * want[seen].norm()
-    loose = index_logits(*inputs, context, per_sequence, False, CTAS)
+    loose = index_logits(*inputs, context, per_sequence, False)
     assert torch.equal(loose[seen], got[seen])
 
 
@@ -70,6 +80,22 @@ def test_rows_of_a_request_share_its_keys(device: torch.device, rows: int) -> No
 
 def test_the_first_position_in_use_is_respected(device: torch.device) -> None:
     compare(make(device, [2, 2], [2, 200], True), 2, first=1)
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+def test_a_row_has_the_same_scores_alone_and_beside_others(device: torch.device, rows: int) -> None:
+    c = make(device, [rows] * 2, [rows, 130], True)
+    shared = (c["cache"], c["table"])
+
+    def scores(some: slice, per_sequence: int | None) -> torch.Tensor:
+        query, weights = c["query"][some].contiguous(), c["weights"][some].contiguous()
+        seq, last = c["row_seq"][some].clone(), c["last"][some].clone()
+        return index_logits(query, weights, *shared, seq, last, 0, 192, per_sequence, True)
+
+    together = scores(slice(0, 2 * rows), rows)
+    assert torch.equal(scores(slice(0, 2 * rows), None), together)
+    for row in (rows - 1, rows):
+        assert torch.equal(scores(slice(row, row + 1), 1)[0], together[row])
 
 
 @pytest.mark.parametrize("heads", [32, 8])
@@ -86,8 +112,8 @@ def test_a_small_model_has_fewer_heads(device: torch.device, rows: int) -> None:
 def test_a_width_that_is_no_multiple_of_a_page(device: torch.device) -> None:
     c = make(device, [2], [100], True)
     inputs = (c["query"], c["weights"], c["cache"], c["table"], c["row_seq"], c["last"], 0)
-    whole = index_logits(*inputs, 128, 2, True, CTAS)
-    assert torch.equal(index_logits(*inputs, 101, 2, True, CTAS), whole[:, :101])
+    whole = index_logits(*inputs, 128, 2, True)
+    assert torch.equal(index_logits(*inputs, 101, 2, True), whole[:, :101])
 
 
 def test_dimensions_that_the_kernel_does_not_serve_are_named() -> None:

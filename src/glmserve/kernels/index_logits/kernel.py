@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index scores in the Triton language, one form for decode, verify and prefill rows.
+"""Index scores in the Triton language, one form for decode, verify and prefill rows. On a GPU 32
+heads over fp8 pages, GLM's own, have a form in Gluon (`hopper`) with the same groups and stretches.
 
 Rows are taken in groups that share each key tile: the rows of one request (1 to 9), or four rows
 in a row whatever their requests. Groups lie one behind the other as a line of pages, and each of a
@@ -20,10 +21,7 @@ from ..triton_common import dot, let_next_start, wait_for_previous
 
 DIM, PAGE = 128, 64
 GROUP = 4  # rows of a group where requests have any number of rows
-STAGES = 3
-SMS = 132  # multiprocessors of an H200
-_MANY_ROWS = 7  # from here on a thread needs more, and two CTAs fit
-_REGISTERS = {2: 255, 3: 168, 4: 128}  # a thread may use where so many CTAs fit
+CTAS = 264  # two for each multiprocessor of an H200; four times as many where groups differ
 _MOST_GROUPS = 1024  # of one launch
 
 
@@ -216,7 +214,6 @@ def index_logits(
     max_context: int,
     rows_per_sequence: int | None,
     fill: bool,
-    ctas: int | None = None,
 ) -> torch.Tensor:
     """As the operator. Without `fill`, places that a row does not see are written only inside the
     pages of its group."""
@@ -233,34 +230,59 @@ def index_logits(
     if max_context % PAGE:
         whole = max_context + PAGE - max_context % PAGE
         out = torch.full((rows, whole), -torch.inf, dtype=torch.float32, device=query.device)
-    keys = index_cache
-    if fp8:
-        flat = index_cache.view(-1).view(torch.float8_e4m3fn).view(-1, DIM)
-        keys = TensorDescriptor(flat, list(flat.shape), [DIM, 1], [PAGE, DIM])
+    share = launch
+    most = _MOST_GROUPS
     uniform = fp8 and rows_per_sequence is not None and rows_per_sequence <= 9
-    group = rows_per_sequence if uniform else GROUP
-    most = _MOST_GROUPS * group
-    for begin in range(0, rows, most):
-        some = slice(begin, min(begin + most, rows))
+    group = rows_per_sequence if uniform and rows_per_sequence is not None else GROUP
+    if fp8 and query.shape[1] == 32 and query.device.type != "cpu":
+        from .hopper import launch as hopper
+
+        share = hopper.launch
+        if uniform:
+            most = hopper.MOST_GROUPS
+            group = group if group <= hopper.MOST_ROWS else 3  # nine rows: three groups
+    for begin in range(0, rows, most * group):
+        some = slice(begin, min(begin + most * group, rows))
         count = some.stop - begin
         groups = triton.cdiv(count, group)
-        small = uniform and groups <= 16
-        held = 3 if fp8 and group < _MANY_ROWS else 2  # CTAs a multiprocessor has registers for
-        if uniform and group == 1 and not small:
-            held = 4
-        waves = SMS * held
-        pages = last
+        pages = None
         if not uniform:
             pages = torch.empty(groups, dtype=torch.int32, device=query.device)
             count_pages[(triton.cdiv(groups, 128),)](
                 last[some], pages, count, ROWS=group, BLOCK=128, num_warps=4, **pdl()
             )
-            waves *= 4  # groups of few pages cost more than their pages say
-        score[(ctas or waves,)](
-            query[some], head_weights[some], keys, index_cache, page_table, row_seq[some],
-            last[some], pages, out[some], count, groups, page_table.shape[1], out.shape[1], first,
-            ROWS=group, HEADS=query.shape[1], UNIFORM=uniform,
-            GROUPS=16 if small else _MOST_GROUPS, FP8=fp8, STAGES=STAGES if fp8 else 2,
-            num_warps=4, maxnreg=_REGISTERS[held], **pdl(),
+        share(
+            query[some], head_weights[some], index_cache, page_table, row_seq[some], last[some],
+            pages, out[some], groups, group, first,
         )  # fmt: skip
     return out[:, :max_context]
+
+
+def launch(
+    query: torch.Tensor,
+    head_weights: torch.Tensor,
+    index_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    row_seq: torch.Tensor,
+    last: torch.Tensor,
+    group_pages: torch.Tensor | None,
+    out: torch.Tensor,
+    groups: int,
+    group: int,
+    first: int,
+) -> None:
+    """Fills out [R, width] for `groups` groups of `group` rows, each of one request where no
+    `group_pages` are given."""
+    fp8 = query.dtype == torch.float8_e4m3fn
+    keys = index_cache
+    if fp8:
+        flat = index_cache.view(-1).view(torch.float8_e4m3fn).view(-1, DIM)
+        keys = TensorDescriptor(flat, list(flat.shape), [DIM, 1], [PAGE, DIM])
+    uniform = group_pages is None
+    score[(CTAS if uniform else 4 * CTAS,)](
+        query, head_weights, keys, index_cache, page_table, row_seq, last,
+        last if uniform else group_pages, out, len(query), groups, page_table.shape[1],
+        out.shape[1], first, ROWS=group, HEADS=query.shape[1], UNIFORM=uniform,
+        GROUPS=16 if groups <= 16 else _MOST_GROUPS, FP8=fp8, STAGES=3 if fp8 else 2,
+        num_warps=4, **pdl(),
+    )  # fmt: skip
