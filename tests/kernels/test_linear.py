@@ -12,6 +12,8 @@ from glmserve.kernels.linear import (
     dequantise_weight,
     hopper,
     hopper_few,
+    hopper_head,
+    hopper_mid,
     launch,
     linear,
     quantise_weight,
@@ -120,6 +122,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_step(device: torch.device, fp8
         (16, 200, 256),
         (40, 136, 1536),
         (150, 136, 1536),
+        (150, 136, 6144),
+        (150, 200, 1024),
+        (180, 2048, 2048),
         (200, 200, 256),
         (1000, 136, 1536),
     ],
@@ -129,10 +134,41 @@ def test_hopper_forms_have_the_plain_forms_bits(rows: int, width: int, depth: in
     x = QuantRows(*(t.cuda() for t in quantise(outlier_rows(rows, depth))))
     want = launch.linear(x, weight, torch.float32).bfloat16()  # fp32 is the plain form's
     chunks, got = launch.plan(width, depth, True).chunks, torch.empty_like(want)
-    if rows <= 150:
+    if rows <= hopper_few.MOST_ROWS:
         hopper_few.linear(*x, *weight, launch.workspace(x.values.device), got, chunks)
     else:
         hopper.linear(*x, *weight, got, chunks)
+        if rows <= hopper_mid.TILE:
+            assert torch.equal(want, got)
+            hopper_mid.linear(*x, *weight, launch.workspace(x.values.device), got, chunks)
+    assert torch.equal(want, got)
+
+
+def test_programs_that_wait_for_each_other_run_at_once() -> None:
+    room, meta = 4 << 20, torch.device("meta")
+    assert hopper_mid.form(192, 2624, 6144, 6, room, meta) == (64, 3)
+    assert hopper_mid.form(64, 2624, 6144, 6, room, meta) == (64, 3)
+    assert hopper_mid.form(192, 2048, 2048, 4, room, meta) == (32, 1)
+    assert hopper_mid.form(192, 512, 6144, 4, room, meta) == (32, 4)
+    for rows, width, depth in ((64, 2048, 2048), (193, 2048, 2048), (192, 8704, 2048)):
+        assert hopper_mid.form(rows, width, depth, 1, room, meta) == (0, 0)
+    for width in (136, 512, 2048, 4096, 6144):
+        for chunks in (1, 4, 6, 8):
+            columns, ways = hopper_mid.form(192, width, 6144, chunks, room, meta)
+            tiles = -(-width // columns)
+            assert tiles * ways <= 132
+            assert ways == 1 or tiles * 192 * columns * chunks <= room
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width", "depth"), [(150, 200, 768), (200, 328, 448)])
+def test_hopper_head_has_the_plain_forms_bits(rows: int, width: int, depth: int) -> None:
+    weight, x = outlier_weight(width, depth).bfloat16().cuda(), outlier_rows(rows, depth).cuda()
+    got = torch.empty(rows, width, device="cuda")
+    hopper_head.linear(x, weight, got)
+    shape = launch.plan(width, depth, False)._replace(chunks=1)  # whole sums, as a head's are
+    want = torch.empty_like(got)
+    launch._many(x, x, weight, weight, want, shape, False)
     assert torch.equal(want, got)
 
 

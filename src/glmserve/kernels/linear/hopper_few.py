@@ -4,7 +4,8 @@
 
 One warp brings tiles by TMA, a warpgroup multiplies: weights on the matrix unit's long side, rows
 on its short one. The first stages of the weight are on their way before the kernel that makes the
-rows has ended. Sums have the plain form's order.
+rows has ended. Sums have the plain form's order; those of K chunks that programs of their own make
+are exchanged in the order of a thread's registers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..pdl import pdl
-from .hopper import DEPTH, PROGRAMS, boxes, let_next_start, step, wait_for_previous
+from .hopper import DEPTH, boxes, let_next_start, step, wait_for_previous
 
 COLUMNS = gl.constexpr(64)  # weight rows of a tile
 AHEAD = gl.constexpr(16)  # blocks whose scales are fetched at once
 MOST_CHUNKS = gl.constexpr(8)  # of one weight
-MOST_ROWS = 64  # up to here always; above, where `fills` says so
+MOST_ROWS = 64
 
 
 @gluon.jit
@@ -59,12 +60,10 @@ def _produce(
 @gluon.jit
 def _consume(
     x_scales, weight_scales, partial, tickets, out, rows, width, blocks, n0, m0, begin, end, chunk,
-    ways, per, slot, x_tiles, w_tiles, full, empty, scales, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNKED: gl.constexpr,
+    ways, slot, x_tiles, w_tiles, full, empty, scales, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, VIEW: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    m = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
-    n = n0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, MMA))
     w_line = weight_scales + (n0 // DEPTH) * blocks
     FETCH: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     ahead = gl.arange(0, AHEAD, layout=gl.SliceLayout(1, FETCH))
@@ -73,7 +72,6 @@ def _consume(
     wait_for_previous()
     acc = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
     none = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
-    total = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
     lines = scales._reinterpret(gl.float32, [AHEAD, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stage = 0
     phase = 0
@@ -93,29 +91,32 @@ def _consume(
             part = warpgroup_mma_wait(0, deps=[part])
             mbarrier.arrive(empty.index(stage))
             acc += part * scale[None, :]
-            if CHUNKED:
-                if (block + 1) % per == 0:
-                    total += acc
-                    acc = gl.zeros([COLUMNS, ROWS], gl.float32, MMA)
             stage, phase = step(stage, phase, STAGES)
-    if CHUNKED:
-        acc = total
-    target = out + gl.minimum(m, rows - 1).to(gl.int64)[None, :] * width + n[:, None]
-    wanted = (m < rows)[None, :] & (n < width)[:, None]
+    view = acc.reshape([4, 2, 8, ROWS // 8, 4, 2]).permute([0, 2, 4, 3, 1, 5])
+    acc = gl.convert_layout(view.reshape([128, ROWS // 2]), VIEW)
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, VIEW))
+    register = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(0, VIEW))
+    n = n0 + (thread // 32 * 16 + thread // 4 % 8)[:, None] + (register // 2 % 2 * 8)[None, :]
+    m = m0 + (thread % 4 * 2)[:, None] + (register // 4 * 8 + register % 2)[None, :]
+    target = out + gl.minimum(m, rows - 1).to(gl.int64) * width + n
+    wanted = (m < rows) & (n < width)
     if SPLIT:  # as `kernel.merge_chunks`
         SIZE: gl.constexpr = COLUMNS * ROWS
-        place = partial + slot * ways * SIZE + (n - n0)[:, None] + (m - m0)[None, :] * COLUMNS
-        gl.store(place + chunk * SIZE, acc, mask=wanted)
+        place = partial + slot * ways * SIZE + thread[:, None] * 4
+        place = place + (register // 4 * 512 + register % 4)[None, :]
+        # Eight rows a unit of 16 bytes: units of rows that are not there stay away.
+        kept = (register // 4 * 8 < rows - m0)[None, :]
+        gl.store(place + chunk * SIZE, acc, mask=kept)
         gl.thread_barrier()  # every thread's partials before the ticket
         ticket = gl.atomic_add(tickets + slot, 1, sem="acq_rel")
         if ticket == ways - 1:
             gl.store(tickets + slot, 0)
-            acc = gl.load(place, mask=wanted, other=0.0, cache_modifier=".cg")
+            acc = gl.load(place, mask=kept, other=0.0, cache_modifier=".cg")
             # Unrolled, so that no chunk's load waits for the sum before it.
             for other in gl.static_range(1, MOST_CHUNKS):
                 there = other < ways
                 more = gl.load(
-                    place + other * SIZE, mask=wanted & there, other=0.0, cache_modifier=".cg"
+                    place + other * SIZE, mask=kept & there, other=0.0, cache_modifier=".cg"
                 )
                 acc = gl.where(there, acc + more, acc)
             gl.store(target, acc.to(out.dtype.element_ty), mask=wanted)
@@ -126,12 +127,11 @@ def _consume(
 @gluon.jit(do_not_specialize=["rows", "per", "ways"])
 def few_rows(
     x, x_scales, weight, weight_scales, partial, tickets, out, rows, width, depth, per, ways,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, CHUNKED: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """out [rows, width]; x and weight are descriptors of [ROWS, 128] and [64, 128] boxes.
 
-    Program (tile and chunk of `per` blocks, rows); SPLIT: there is more than one chunk; CHUNKED:
-    there is, and a program takes them all.
+    Program (tile and chunk of `per` blocks, rows); SPLIT: there is more than one chunk.
     """
     let_next_start()
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -145,31 +145,28 @@ def few_rows(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
+    # A thread's sums lie in a line, so that it writes and reads 16 bytes at a time.
+    REG: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8]]
+    BITS: gl.constexpr = 3 if ROWS == 16 else 4
+    VIEW: gl.constexpr = gl.DistributedLinearLayout(
+        REG[:BITS], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[32, 0], [64, 0]], [],
+        [128, ROWS // 2],
+    )  # fmt: skip
     tile = gl.program_id(0) // ways
     chunk = gl.program_id(0) % ways
     begin = chunk * per
     end = begin + per
-    if CHUNKED:
-        end = depth // DEPTH
     n0 = tile * COLUMNS
     m0 = gl.program_id(1) * ROWS
     slot = gl.program_id(1) * (gl.num_programs(0) // ways) + tile
     gl.warp_specialize([
         (_consume, (
             x_scales, weight_scales, partial, tickets, out, rows, width, depth // DEPTH, n0, m0,
-            begin, end, chunk, ways, per, slot, x_tiles, w_tiles, full, empty, scales, ROWS, STAGES,
-            SPLIT, CHUNKED)),
+            begin, end, chunk, ways, slot, x_tiles, w_tiles, full, empty, scales, ROWS, STAGES,
+            SPLIT, VIEW)),
         (_produce, (
             x, weight, n0, m0, begin, end, x_tiles, w_tiles, full, empty, ROWS, STAGES)),
     ], [1], [24])  # fmt: skip
-
-
-def fills(rows: int, width: int, depth: int) -> bool:
-    """Whether these rows, above MOST_ROWS, give most multiprocessors one whole sum and none two:
-    nearly all of them where a sum is so long that the plain form's split sums are the rival."""
-    tiles = -(-rows // 64) * -(-width // COLUMNS.value)
-    least = 3 if depth <= 2048 else 4
-    return least * PROGRAMS <= 5 * tiles <= 5 * PROGRAMS
 
 
 def linear(
@@ -182,13 +179,9 @@ def linear(
     assert blocks % chunks == 0, (blocks, chunks)
     assert chunks <= MOST_CHUNKS.value, chunks
     tiles = -(-width // COLUMNS.value)
-    height, stages, registers, ways = 64, 8, 112, 1
-    if rows <= MOST_ROWS:
-        # A program for each chunk; with more rows the partial sums cost more than they bring.
-        height, stages, registers = (16, 6, 96) if rows <= 16 else (32, 6, 112)
-        ways = chunks
-    few_rows[(tiles * ways, -(-rows // height))](
+    height, registers = (16, 96) if rows <= 16 else (32, 112)
+    few_rows[(tiles * chunks, -(-rows // height))](
         boxes(x, height), x_scales, boxes(weight, COLUMNS.value), weight_scales, *workspace, out,
-        rows, width, x.shape[1], blocks // chunks, ways, height, stages, ways > 1, chunks > ways,
-        num_warps=4, maxnreg=registers, **pdl(),
+        rows, width, x.shape[1], blocks // chunks, chunks, height, 6, chunks > 1, num_warps=4,
+        maxnreg=registers, **pdl(),
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantise.reference import QuantRows
-from . import hopper, hopper_few, kernel, narrow, parts
+from . import hopper, hopper_few, hopper_head, hopper_mid, kernel, narrow, parts
 from .reference import QuantWeight
 
 FEW = 64  # rows up to which the swap-AB kernel is used
@@ -102,11 +102,12 @@ def linear(
         return narrow.linear(values, w_values, out)
     shape = plan(width, depth, scaled)
     gluon = scaled and out_dtype == torch.bfloat16 and values.device.type != "cpu"
+    device = values.device
     # The plain forms below serve other types, and the fp8 rows in between.
-    if gluon and (rows <= hopper_few.MOST_ROWS or hopper_few.fills(rows, width, depth)):
-        hopper_few.linear(
-            values, scales, w_values, w_scales, workspace(values.device), out, shape.chunks
-        )
+    if gluon and hopper_mid.form(rows, width, depth, shape.chunks, _PARTIAL_FLOATS, device)[0]:
+        hopper_mid.linear(values, scales, w_values, w_scales, workspace(device), out, shape.chunks)
+    elif gluon and rows <= hopper_few.MOST_ROWS:
+        hopper_few.linear(values, scales, w_values, w_scales, workspace(device), out, shape.chunks)
     elif gluon and hopper.fills(rows, width):
         hopper.linear(values, scales, w_values, w_scales, out, shape.chunks)
     elif rows <= FEW:
@@ -156,6 +157,9 @@ def _many(
     scaled: bool,
 ) -> None:
     rows, width = out.shape
+    whole = shape.chunks == 1 and not scaled and x.device.type != "cpu"
+    if whole and hopper_head.fills(rows, width):
+        return hopper_head.linear(x, weight, out)
     # fp8: two small programs a multiprocessor, so that one's scaling hides behind the other's
     # products. bf16 needs no scaling, and larger tiles read less.
     block_m, block_n, warps = (64, 128, 4) if scaled else (128, 128, 8)
