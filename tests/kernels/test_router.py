@@ -57,6 +57,16 @@ def test_ties_go_to_the_lower_expert(device: torch.device) -> None:
     assert_close("equal shares", torch.full((2, 4), 0.25), weights, "operator_fp32")
 
 
+def test_better_experts_come_before_equal_ones(device: torch.device) -> None:
+    bias = torch.full((48,), 34.0)
+    bias[40], bias[[3, 9, 11, 30]] = 35.0, 34.5
+    gate = torch.randn(48, 128).bfloat16()
+    ids, _ = route(
+        torch.zeros(3, 128).bfloat16().to(device), gate.to(device), bias.to(device), 4, 1.0
+    )
+    assert ids.tolist() == [[3, 9, 11, 40]] * 3
+
+
 def test_negative_scores_are_ordered(device: torch.device) -> None:
     bias = torch.linspace(-9, -2, 40)[torch.randperm(40)]
     x, gate = torch.zeros(1, 128).bfloat16(), torch.randn(40, 128)
@@ -83,7 +93,13 @@ def test_choices_are_counted_without_padding(device: torch.device, experts: int)
 
 @pytest.mark.parametrize(
     ("rows", "experts", "first", "local", "block_m"),
-    [(1, 24, 0, 24, 16), (5, 40, 8, 20, 16), (30, 16, 4, 3, 4), (9, 64, 60, 4, 16)],
+    [
+        (1, 24, 0, 24, 16),
+        (1, 90, 10, 70, 16),
+        (5, 40, 8, 20, 16),
+        (30, 16, 4, 3, 4),
+        (9, 64, 60, 4, 16),
+    ],
 )
 def test_the_chosen_pairs_come_sorted(
     device: torch.device, rows: int, experts: int, first: int, local: int, block_m: int

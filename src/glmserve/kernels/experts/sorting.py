@@ -101,42 +101,6 @@ def sort_pairs(
 
 
 @triton.jit
-def sort_few(
-    ids, order, place, offsets, tile_expert, tile_begin, tile_end, tile_count, pairs, first, local,
-    block_m, max_tiles, PAIRS: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
-    """All that `sort_pairs` writes, by one program behind its own choice (`router`).
-
-    PAIRS >= pairs, BINS >= local."""
-    pair = tl.arange(0, PAIRS)
-    bins = tl.arange(0, BINS)
-    there = pair < pairs
-    number = tl.load(ids + pair, mask=there, other=-1, cache_modifier=".cg").to(tl.int32) - first
-    held = there & (number >= 0) & (number < local)
-    mine = ((number[:, None] == bins[None, :]) & held[:, None]).to(tl.int32)
-    total = tl.sum(mine, 0)
-    base = tl.cumsum(total, 0) - total
-    at = tl.sum(mine * (tl.cumsum(mine, 0) - 1 + base[None, :]), 1)
-    tl.store(order + at, pair, mask=held)
-    tl.store(place + pair, tl.where(held, at, -1), mask=there)
-    tl.store(offsets + bins, base, mask=bins < local)
-    tl.store(offsets + local, tl.sum(total, 0))
-    heights = (total + block_m - 1) // block_m
-    tile = tl.cumsum(heights, 0) - heights
-    count = tl.sum(heights, 0)
-    tl.store(tile_count, count)
-    for step in tl.range(0, tl.max(heights, 0)):
-        begin = base + step * block_m
-        tl.store(tile_expert + tile + step, bins, mask=step < heights)
-        tl.store(tile_begin + tile + step, begin, mask=step < heights)
-        end = tl.minimum(begin + block_m, base + total)
-        tl.store(tile_end + tile + step, end, mask=step < heights)
-    for start in tl.range(0, max_tiles, BINS):
-        unused = (start + bins >= count) & (start + bins < max_tiles)
-        tl.store(tile_expert + start + bins, -1, mask=unused)
-
-
-@triton.jit
 def _experts(ids, segment, pairs, first, local, BLOCK: tl.constexpr):
     """Local numbers of a segment's experts; `local` stands for every expert that is not here."""
     pair = segment * BLOCK + tl.arange(0, BLOCK)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router scores as split-K partial sums; the choice of experts of one row a program; and, where
-there is one row only, the sorted pairs of the experts held here.
+"""Router scores as split-K partial sums; the choice of experts of one row a warp; and, where there
+is one row only, the sorted pairs of the experts held here.
 """
 
 import triton
 import triton.language as tl
 
-from ..experts.sorting import sort_few
 from ..linear.kernel import chunk_product
 from ..triton_common import dot, let_next_start, prefetch, to_bf16, wait_for_previous
+
+LOWEST = tl.constexpr(-(1 << 31))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -70,7 +71,7 @@ def score_parts(
     tl.store(target, acc, mask=real[None, :] & (n[:, None] < experts))
 
 
-@triton.jit(do_not_specialize=["rows", "padding", "first", "block_m", "max_tiles"])
+@triton.jit(do_not_specialize=["rows", "padding", "first", "max_tiles"])
 def choose_experts(
     parts,
     bias,
@@ -91,21 +92,18 @@ def choose_experts(
     tile_count,
     first,
     local,
-    block_m,
     max_tiles,
     TOP_K: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BINS: tl.constexpr,
+    SORT: tl.constexpr,
 ):
     """ids [rows, TOP_K] int64 ascending, weights [rows, TOP_K] fp32, of the summed parts.
 
     COUNT: totals [experts] int64 grow by the choices of rows whose row_seq is not `padding`.
-    PAIRS > 0, a power of two from TOP_K on, for one row: order .. tile_count become the sorted
-    pairs of experts [first, first + local), as `sorting.sort_pairs` makes them. BINS >= local, a
-    power of two.
+    SORT, for one row: order .. tile_count become the pairs of experts [first, first + local), as
+    `sorting.sort_pairs` makes them: each of the row's choices has an expert of its own.
     """
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
@@ -119,30 +117,51 @@ def choose_experts(
         score += tl.load(line + part * (rows.to(tl.int64) * experts), mask=inside, other=0.0)
     p = tl.sigmoid(score)
     rank = tl.where(inside, p + nudge, float("-inf"))
-    # As integers, which a warp reduces in one instruction: the best score, then its lowest id.
+    # As integers of the same order, whose maximum a warp finds in one instruction.
     bits = rank.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    taken = expert < 0
-    chances = p.to(tl.int32, bitcast=True)  # p >= 0
-    total = 0.0
+    rest = key
     for _ in tl.static_range(TOP_K):
-        best = tl.max(key, 0)
-        lowest = tl.min(tl.where((key == best) & (taken == 0), expert, BLOCK), 0)
-        taken = taken | (expert == lowest)
-        key = tl.where(expert == lowest, -(1 << 31), key)
-        # From the best down: an order that no layout of the numbers changes.
-        total += tl.max(tl.where(expert == lowest, chances, 0), 0).to(tl.float32, bitcast=True)
-    total += 1e-20
-    ones = taken.to(tl.int32)
-    slot = row * TOP_K + tl.cumsum(ones, 0) - ones
+        least = tl.max(rest, 0)
+        rest = tl.where(rest == least, LOWEST, rest)
+    if tl.sum((key >= least).to(tl.int32), 0) > TOP_K:  # some are equal: fewer values will do
+        rest = key
+        count = 0
+        for _turn in tl.range(TOP_K):
+            value = tl.max(rest, 0)
+            if count < TOP_K:
+                least = value
+            count += tl.sum((rest == value).to(tl.int32), 0)
+            rest = tl.where(rest == value, LOWEST, rest)
+    above = (key > least).to(tl.int32)
+    equal = (key == least).to(tl.int32)
+    need = TOP_K - tl.sum(above, 0)
+    both = above + (equal << 16)
+    before = tl.cumsum(both, 0) - both
+    ties = before >> 16
+    taken = (above > 0) | ((equal > 0) & (ties < need))  # of equal ones the lowest ids
+    # From 2^-31 on, a p below 1 is a whole number of 2^-55: their sum is exact in any order.
+    exact = (tl.where(taken, p, 0.0) * 36028797018963968.0).to(tl.int64)
+    total = tl.sum(exact, 0).to(tl.float32) * 2.7755575615628914e-17 + 1e-20
+    number = (before & 0xFFFF) + tl.minimum(ties, need)
+    slot = row * TOP_K + number
     tl.store(ids + slot, expert.to(tl.int64), mask=taken)
     tl.store(weights + slot, p / total * scale, mask=taken)
     if COUNT:
         real = tl.load(row_seq + row) != padding
-        tl.atomic_add(totals + expert, ones.to(tl.int64), mask=taken & real, sem="relaxed")
-    if PAIRS > 0:
-        tl.debug_barrier()  # every thread's choice is stored
-        sort_few(
-            ids, order, place, offsets, tile_expert, tile_begin, tile_end, tile_count,
-            rows * TOP_K, first, local, block_m, max_tiles, PAIRS, BINS,
-        )  # fmt: skip
+        one = taken.to(tl.int64)
+        tl.atomic_add(totals + expert, one, mask=taken & real, sem="relaxed")
+    if SORT:
+        mine = expert - first
+        held = taken & (mine >= 0) & (mine < local)
+        at = number - tl.sum((taken & (mine < 0)).to(tl.int32), 0)
+        count = tl.sum(held.to(tl.int32), 0)
+        tl.store(order + at, number, mask=held)
+        tl.store(place + number, tl.where(held, at, -1), mask=taken)
+        tl.store(offsets + mine, at, mask=(mine >= 0) & (mine < local))
+        tl.store(offsets + local, count)
+        tl.store(tile_expert + at, mine, mask=held)
+        tl.store(tile_begin + at, at, mask=held)
+        tl.store(tile_end + at, at + 1, mask=held)
+        tl.store(tile_count, count)
+        tl.store(tile_expert + expert, -1, mask=(expert >= count) & (expert < max_tiles))

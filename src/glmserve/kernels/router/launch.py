@@ -14,7 +14,6 @@ from ..pdl import pdl
 from . import kernel
 from .count import ChoiceCount
 
-_SORTED_EXPERTS = 64  # up to which the choice of a single row sorts as well
 _SPLIT_ROWS = 256  # above, one program sums all chunks of its tile
 
 
@@ -57,7 +56,7 @@ def route_sorted(
     block_m: int,
 ) -> tuple[torch.Tensor, torch.Tensor, SortedPairs]:
     """`route`, and the pairs of experts [first, first + local) in tiles of block_m rows."""
-    if len(x) > 1 or local > _SORTED_EXPERTS:
+    if len(x) > 1:
         ids, weights = route(x, gate, bias, top_k, scale, count)
         return ids, weights, sort_pairs(ids, first, local, block_m)
     pairs = empty_pairs(top_k, local, block_m, x.device)
@@ -80,18 +79,12 @@ def _choose(
     rows, experts = len(x), len(gate)
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
-    if pairs is None:
-        sorted_, block_m, max_tiles, room, bins = [ids] * 7, 0, 0, 0, 0
-    else:
-        sorted_, block_m, max_tiles = list(pairs[:7]), pairs.block_m, pairs.max_tiles
-        room = max(16, triton.next_power_of_2(top_k))
-        bins = max(16, triton.next_power_of_2(local))
+    sorted_, max_tiles = ([ids] * 7, 0) if pairs is None else (list(pairs[:7]), pairs.max_tiles)
     kernel.choose_experts[(rows,)](
         parts, bias, ids, weights, count.totals if count else ids, count.row_seq if count else ids,
-        count.padding if count else 0, rows, experts, scale, *sorted_, first, local, block_m,
-        max_tiles, top_k, parts.shape[0], triton.next_power_of_2(experts), count is not None, room,
-        bins,
-        num_warps=1 if pairs is None else 4, **pdl(),
+        count.padding if count else 0, rows, experts, scale, *sorted_, first, local, max_tiles,
+        top_k, parts.shape[0], triton.next_power_of_2(experts), count is not None,
+        pairs is not None, num_warps=1, **pdl(),
     )  # fmt: skip
     return ids, weights
 
