@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
 """Block-fp8 products of many rows an expert on Hopper, in Gluon; `kernel.grouped_many` is their
-plain form, `linear.hopper` the same scheme for one weight.
+plain form.
 
-Rows come in the order of the pairs, so that TMA can bring them; `take_pairs` puts them there. A
-warpgroup whose 64 rows lie behind its expert's last one only passes the stages on.
+As in `linear.hopper` one warp brings tiles by TMA and three warpgroups multiply; finished K chunks
+wait in shared memory. Rows come in the order of the pairs, so that TMA can bring them; `take_pairs`
+puts them there. A warpgroup whose 64 rows lie behind its expert's last one only passes the stages
+on.
 """
 
 from __future__ import annotations
@@ -14,22 +16,21 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..linear.hopper import (
     COLUMNS,
     DEPTH,
-    GROUPS,
     PROGRAMS,
-    REGISTERS,
     ROWS,
-    TILE,
     boxes,
     let_next_start,
-    multiply,
-    shared_memory,
     step,
-    store,
     wait_for_previous,
 )
 from ..linear.reference import QuantWeight
@@ -40,6 +41,9 @@ from .pairs import SortedPairs
 
 __all__ = ["TILE", "grouped_linear"]
 
+GROUPS = gl.constexpr(3)  # warpgroups that multiply
+REGISTERS = gl.constexpr(160)  # of a thread that multiplies
+TILE = GROUPS.value * ROWS.value  # rows of a tile
 # Column tiles that an expert's rows meet before the next expert's: its rows come from memory once
 # for all of them, and the weights pass once.
 WIDTH = gl.constexpr(4)
@@ -65,6 +69,106 @@ def take_pairs(
             group = begin + tl.arange(0, 64)
             scale = tl.load(x_scales + group.to(tl.int64) * rows + row, mask=group < groups)
             tl.store(out_scales + group.to(tl.int64) * pairs + pair, scale, mask=group < groups)
+
+
+@gluon.jit
+def _shared_memory(STAGES: gl.constexpr, CHUNKED: gl.constexpr):
+    """(row tiles, weight tiles, full and empty barriers of the stages, chunk sums)."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    HEIGHT: gl.constexpr = GROUPS if CHUNKED else 1
+    SIZE: gl.constexpr = ROWS if CHUNKED else 1
+    sums = gl.allocate_shared_memory(gl.float32, [HEIGHT, SIZE, COLUMNS], SUMS)
+    return x_tiles, w_tiles, full, empty, sums
+
+
+@gluon.jit
+def _block(
+    acc, x_scale, w_scale, x_line, x_stride, w_line, block, blocks, per, stage, phase, x_tiles,
+    w_tiles, full, empty, sums, GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+):  # fmt: skip
+    """acc plus one K block, whose scales are given; returns those of the block after the next."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    none = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+    mbarrier.wait(full.index(stage), phase)
+    part = warpgroup_mma(
+        x_tiles.index(stage * GROUPS + GROUP), w_tiles.index(stage).permute((1, 0)), none,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    scale = (x_scale * w_scale)[:, None]
+    after = gl.minimum(block + 2, blocks - 1)
+    x_scale = gl.load(x_line + after * x_stride)
+    w_scale = gl.load(w_line + after)
+    part = warpgroup_mma_wait(0, deps=[part])
+    mbarrier.arrive(empty.index(stage))
+    acc += part * scale
+    if CHUNKED:
+        if (block + 1) % per == 0:
+            mine = sums.index(GROUP)
+            if block >= per:
+                acc += mine.load(MMA)
+            if block + 1 < blocks:
+                mine.store(acc)
+                acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+    stage, phase = step(stage, phase, STAGES)
+    return acc, x_scale, w_scale, stage, phase
+
+
+@gluon.jit
+def _multiply(
+    x_line, x_stride, w_line, blocks, per, stage, phase, x_tiles, w_tiles, full, empty, sums,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+):  # fmt: skip
+    """This warpgroup's 64 rows times the weight tile over all K blocks, in chunks of `per`.
+
+    x_line: pointers to the rows' scales of block 0, w_line to the tile's. Scales of even and of odd
+    blocks have registers of their own, so that a block does not wait for those of the next.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+    x_even = gl.load(x_line)
+    w_even = gl.load(w_line)
+    second = gl.minimum(1, blocks - 1)
+    x_odd = gl.load(x_line + second * x_stride)
+    w_odd = gl.load(w_line + second)
+    for block in range(0, blocks, 2):
+        acc, x_even, w_even, stage, phase = _block(
+            acc, x_even, w_even, x_line, x_stride, w_line, block, blocks, per, stage, phase,
+            x_tiles, w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
+        )  # fmt: skip
+        if block + 1 < blocks:
+            acc, x_odd, w_odd, stage, phase = _block(
+                acc, x_odd, w_odd, x_line, x_stride, w_line, block + 1, blocks, per, stage, phase,
+                x_tiles, w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
+            )  # fmt: skip
+    return acc, stage, phase
+
+
+@gluon.jit
+def _store(
+    acc, out, row, stop, column, width, sums, GROUP: gl.constexpr, CHUNKED: gl.constexpr
+):  # fmt: skip
+    """acc, rounded, to rows below `stop` and columns below `width` of out [.., width]."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    line = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
+    if CHUNKED:  # no shared memory is left for a conversion of its own
+        sums.index(GROUP).store(acc)
+        result = sums.index(GROUP).load(OUT).to(out.dtype.element_ty)
+    else:
+        result = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
+    gl.store(
+        out + line.to(gl.int64)[:, None] * width + n[None, :],
+        result,
+        mask=(line < stop)[:, None] & (n < width)[None, :],
+    )
 
 
 @gluon.jit
@@ -128,12 +232,12 @@ def _consume(
             n0 = column * COLUMNS
             mine = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
             w_line = expert * ((width + DEPTH - 1) // DEPTH) + n0 // DEPTH
-            acc, stage, phase = multiply(
+            acc, stage, phase = _multiply(
                 x_scales + gl.minimum(mine, stop - 1), pairs,
                 weight_scales + w_line.to(gl.int64) * blocks, blocks, per, stage, phase, x_tiles,
                 w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
             )  # fmt: skip
-            store(acc, out, row, stop, n0, width, sums, GROUP, CHUNKED)
+            _store(acc, out, row, stop, n0, width, sums, GROUP, CHUNKED)
         else:
             for _ in range(blocks):
                 mbarrier.wait(full.index(stage), phase)
@@ -150,7 +254,7 @@ def grouped_many(
     of [64, 128] and [128, 128] boxes, x_scales is [depth / 128, pairs]; CHUNKED: a sum has chunks
     of `per` blocks, not one."""
     blocks = depth // DEPTH
-    x_tiles, w_tiles, full, empty, sums = shared_memory(STAGES, CHUNKED)
+    x_tiles, w_tiles, full, empty, sums = _shared_memory(STAGES, CHUNKED)
     let_next_start()
     gl.warp_specialize([
         (_consume, (

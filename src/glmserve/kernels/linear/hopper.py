@@ -2,9 +2,11 @@
 # mypy: ignore-errors
 """Block-fp8 products of many rows on Hopper, in Gluon; `kernel.many_rows` is their plain form.
 
-One warp brings tiles by TMA into a ring of stages. Each of three warpgroups multiplies 64 rows by
-the tile's columns and scales what it got while the tensor cores work for the others. The order of
-every sum is that of the plain form, bit for bit; finished K chunks wait in shared memory. The
+One warp brings tiles and the rows' scales by TMA into a ring of stages. Each of two or three
+warpgroups multiplies 64 rows by the tile's columns and scales what it got while the tensor cores
+work for the others. The order of every sum is that of the plain form, bit for bit: two warpgroups
+have registers for the sum of finished K chunks beside a chunk's own, three take whole sums only.
+What a tile needs before its first product is asked for before the tile before it is stored. The
 interpreter cannot run Gluon: there the plain form is used.
 """
 
@@ -24,13 +26,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..pdl import pdl
 
 ROWS = gl.constexpr(64)  # rows of one warpgroup
-GROUPS = gl.constexpr(3)  # warpgroups that multiply
 DEPTH = gl.constexpr(128)  # columns of K a stage: one scale
 COLUMNS = gl.constexpr(128)  # of a tile
 BAND = gl.constexpr(8)  # row tiles whose rows stay in L2 while the weight passes
-REGISTERS = gl.constexpr(160)  # of a thread that multiplies
-TILE = GROUPS.value * ROWS.value  # rows of a tile
+STAGES = {2: 6, 3: 5}  # by the number of warpgroups, as
+REGISTERS = {2: 232, 3: 160}  # of a thread that multiplies
 TILE_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
+LINE_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 PROGRAMS = 132
 
 
@@ -58,29 +60,11 @@ def step(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def shared_memory(STAGES: gl.constexpr, CHUNKED: gl.constexpr):
-    """(row tiles, weight tiles, full and empty barriers of the stages, chunk sums)."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
-    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    HEIGHT: gl.constexpr = GROUPS if CHUNKED else 1
-    SIZE: gl.constexpr = ROWS if CHUNKED else 1
-    sums = gl.allocate_shared_memory(gl.float32, [HEIGHT, SIZE, COLUMNS], SUMS)
-    return x_tiles, w_tiles, full, empty, sums
-
-
-@gluon.jit
 def _block(
-    acc, x_scale, w_scale, x_line, x_stride, w_line, block, blocks, per, stage, phase, x_tiles,
-    w_tiles, full, empty, sums, GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+    acc, w_scale, w_line, block, blocks, stage, phase, x_tiles, lines, w_tiles, full, empty,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """acc plus one K block, whose scales are given; returns those of the block after the next."""
+    """acc plus one K block, whose weight's scale is given; returns the block's after the next."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     none = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
     mbarrier.wait(full.index(stage), phase)
@@ -88,105 +72,92 @@ def _block(
         x_tiles.index(stage * GROUPS + GROUP), w_tiles.index(stage).permute((1, 0)), none,
         use_acc=False, is_async=True,
     )  # fmt: skip
-    scale = (x_scale * w_scale)[:, None]
-    after = gl.minimum(block + 2, blocks - 1)
-    x_scale = gl.load(x_line + after * x_stride)
-    w_scale = gl.load(w_line + after)
+    scale = (lines.index(stage * GROUPS + GROUP).load(gl.SliceLayout(1, MMA)) * w_scale)[:, None]
+    w_scale = gl.load(w_line + gl.minimum(block + 2, blocks - 1))
     part = warpgroup_mma_wait(0, deps=[part])
     mbarrier.arrive(empty.index(stage))
     acc += part * scale
-    if CHUNKED:
-        if (block + 1) % per == 0:
-            mine = sums.index(GROUP)
-            if block >= per:
-                acc += mine.load(MMA)
-            if block + 1 < blocks:
-                mine.store(acc)
-                acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
     stage, phase = step(stage, phase, STAGES)
-    return acc, x_scale, w_scale, stage, phase
+    return acc, w_scale, stage, phase
 
 
 @gluon.jit
-def multiply(
-    x_line, x_stride, w_line, blocks, per, stage, phase, x_tiles, w_tiles, full, empty, sums,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+def _multiply(
+    w_even, w_odd, w_line, blocks, per, stage, phase, x_tiles, lines, w_tiles, full, empty,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+    EVEN: gl.constexpr,
 ):  # fmt: skip
     """This warpgroup's 64 rows times the weight tile over all K blocks, in chunks of `per`.
 
-    x_line: pointers to the rows' scales of block 0, w_line to the tile's. Scales of even and of odd
-    blocks have registers of their own, so that a block does not wait for those of the next.
+    w_line: pointer to the tile's scales, w_even and w_odd the first two. Those of even and of odd
+    blocks have registers of their own, so that a block does not wait for the next one's.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-    x_even = gl.load(x_line)
-    w_even = gl.load(w_line)
-    second = gl.minimum(1, blocks - 1)
-    x_odd = gl.load(x_line + second * x_stride)
-    w_odd = gl.load(w_line + second)
-    for block in range(0, blocks, 2):
-        acc, x_even, w_even, stage, phase = _block(
-            acc, x_even, w_even, x_line, x_stride, w_line, block, blocks, per, stage, phase,
-            x_tiles, w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
-        )  # fmt: skip
-        if block + 1 < blocks:
-            acc, x_odd, w_odd, stage, phase = _block(
-                acc, x_odd, w_odd, x_line, x_stride, w_line, block + 1, blocks, per, stage, phase,
-                x_tiles, w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
+    total = acc
+    for begin in range(0, blocks, per):
+        for block in range(begin, begin + per, 2):
+            acc, w_even, stage, phase = _block(
+                acc, w_even, w_line, block, blocks, stage, phase, x_tiles, lines, w_tiles, full,
+                empty, GROUP, GROUPS, STAGES,
             )  # fmt: skip
+            if EVEN or block + 1 < begin + per:
+                acc, w_odd, stage, phase = _block(
+                    acc, w_odd, w_line, block + 1, blocks, stage, phase, x_tiles, lines, w_tiles,
+                    full, empty, GROUP, GROUPS, STAGES,
+                )  # fmt: skip
+        if CHUNKED:
+            total += acc
+            acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+            if not EVEN:  # the next chunk begins with the other's
+                w_even, w_odd = w_odd, w_even
+    if CHUNKED:
+        acc = total
     return acc, stage, phase
 
 
 @gluon.jit
-def store(
-    acc, out, row, stop, column, width, sums, GROUP: gl.constexpr, CHUNKED: gl.constexpr
-):  # fmt: skip
-    """acc, rounded, to rows below `stop` and columns below `width` of out [.., width]."""
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+def _store(acc, out, row, rows, column, width):
+    """acc, rounded, to rows below `rows` and columns below `width` of out [rows, width]."""
+    # Each warp keeps its rows: lanes of a row exchange pairs, no shared memory, no barrier.
+    OUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 128],
+    )  # fmt: skip
     line = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
-    if CHUNKED:  # no shared memory is left for a conversion of its own
-        sums.index(GROUP).store(acc)
-        result = sums.index(GROUP).load(OUT).to(out.dtype.element_ty)
-    else:
-        result = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
     gl.store(
         out + line.to(gl.int64)[:, None] * width + n[None, :],
-        result,
-        mask=(line < stop)[:, None] & (n < width)[None, :],
+        gl.convert_layout(acc.to(out.dtype.element_ty), OUT),
+        mask=(line < rows)[:, None] & (n < width)[None, :],
     )
 
 
 @gluon.jit
-def band_order(program, row_tiles, tiles):
-    """(row tile, column tile) of a program that walks bands of BAND row tiles."""
-    band = program // (BAND * tiles)
-    height = gl.minimum(row_tiles - band * BAND, BAND)
-    inside = program - band * BAND * tiles
-    return band * BAND + inside % height, inside // height
+def _place(piece, pieces, rows, columns, HEIGHT: gl.constexpr):
+    """(first row, first column) of a tile, in bands of BAND row tiles; 0 of one that is not."""
+    band = piece // (BAND * columns)
+    height = gl.maximum(gl.minimum((rows + HEIGHT - 1) // HEIGHT - band * BAND, BAND), 1)
+    inside = piece - band * BAND * columns
+    there = piece < pieces
+    row = gl.where(there, (band * BAND + inside % height) * HEIGHT, 0)
+    return row, gl.where(there, inside // height, 0) * COLUMNS
 
 
 @gluon.jit
-def _place(work, rows, width):
-    """(first row, first column) of a piece of work."""
-    row_tiles = (rows + GROUPS * ROWS - 1) // (GROUPS * ROWS)
-    row_tile, column = band_order(work, row_tiles, (width + COLUMNS - 1) // COLUMNS)
-    return row_tile * GROUPS * ROWS, column * COLUMNS
-
-
-@gluon.jit
-def _produce(
-    x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty, STAGES: gl.constexpr
-):
+def _produce(brought, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    (
+        x, x_scales, weight, rows, columns, blocks, pieces, x_tiles, x_lines, w_tiles, full, empty,
+    ) = brought  # fmt: skip
     wait_for_previous()
     stage = 0
     phase = 0
-    for work in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        row, column = _place(work, rows, width)
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        row, column = _place(piece, pieces, rows, columns, GROUPS * ROWS)
         for block in range(blocks):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             barrier = full.index(stage)
-            mbarrier.expect(barrier, (GROUPS * ROWS + COLUMNS) * DEPTH)
+            mbarrier.expect(barrier, (COLUMNS + GROUPS * ROWS) * DEPTH + GROUPS * ROWS * 4)
             tma.async_copy_global_to_shared(
                 weight, [column, block * DEPTH], barrier, w_tiles.index(stage)
             )
@@ -195,56 +166,94 @@ def _produce(
                     x, [row + group * ROWS, block * DEPTH], barrier,
                     x_tiles.index(stage * GROUPS + group),
                 )  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    x_scales, [block, row + group * ROWS], barrier,
+                    x_lines.index(stage * GROUPS + group),
+                )  # fmt: skip
             stage, phase = step(stage, phase, STAGES)
 
 
 @gluon.jit
 def _consume(
-    x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full, empty,
-    sums, GROUP: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+    shared, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+    EVEN: gl.constexpr,
 ):  # fmt: skip
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    (
+        weight_scales, out, rows, width, columns, blocks, per, pieces, x_tiles, x_lines, w_tiles,
+        full, empty,
+    ) = shared  # fmt: skip
     wait_for_previous()
+    lines = x_lines._reinterpret(
+        gl.float32, [STAGES * GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     stage = 0
     phase = 0
-    for work in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        row, column = _place(work, rows, width)
-        row += GROUP * ROWS
-        mine = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-        acc, stage, phase = multiply(
-            x_scales + gl.minimum(mine, rows - 1), rows,
-            weight_scales + (column // DEPTH) * blocks, blocks, per, stage, phase, x_tiles,
-            w_tiles, full, empty, sums, GROUP, STAGES, CHUNKED,
+    second = gl.minimum(1, blocks - 1)
+    row, column = _place(gl.program_id(0), pieces, rows, columns, GROUPS * ROWS)
+    w_line = weight_scales + (column // DEPTH) * blocks
+    w_even = gl.load(w_line)
+    w_odd = gl.load(w_line + second)
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        acc, stage, phase = _multiply(
+            w_even, w_odd, w_line, blocks, per, stage, phase, x_tiles, lines, w_tiles, full, empty,
+            GROUP, GROUPS, STAGES, CHUNKED, EVEN,
         )  # fmt: skip
-        store(acc, out, row, rows, column, width, sums, GROUP, CHUNKED)
+        row_after, column_after = _place(
+            piece + gl.num_programs(0), pieces, rows, columns, GROUPS * ROWS
+        )
+        w_line = weight_scales + (column_after // DEPTH) * blocks
+        w_even = gl.load(w_line)
+        w_odd = gl.load(w_line + second)
+        _store(acc, out, row + GROUP * ROWS, rows, column, width)
+        row = row_after
+        column = column_after
 
 
 @gluon.jit(do_not_specialize=["rows", "per", "pieces"])
 def many_rows(
     x, x_scales, weight, weight_scales, out, rows, width, depth, per, pieces,
-    STAGES: gl.constexpr, CHUNKED: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr, EVEN: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [rows, width]; x and weight are descriptors of [64, 128] and [128, 128] boxes.
+    """out [rows, width] bf16; x, weight and x_scales are descriptors of [64, 128], [128, 128] and
+    [1, 64] boxes.
 
-    A program takes every num_programs-th of `pieces` tiles of 192 x 128; CHUNKED: a sum has chunks
-    of `per` blocks, not one.
+    A program takes every num_programs-th of `pieces` tiles of GROUPS * 64 x 128; CHUNKED: a sum has
+    chunks of `per` blocks, not one; EVEN: `per` is.
     """
-    blocks = depth // DEPTH
-    x_tiles, w_tiles, full, empty, sums = shared_memory(STAGES, CHUNKED)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    x_lines = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, ROWS], LINES)
     let_next_start()
-    gl.warp_specialize([
-        (_consume, (
-            x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full,
-            empty, sums, gl.constexpr(0), STAGES, CHUNKED)),
-        (_consume, (
-            x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full,
-            empty, sums, gl.constexpr(1), STAGES, CHUNKED)),
-        (_consume, (
-            x_scales, weight_scales, out, rows, width, blocks, per, pieces, x_tiles, w_tiles, full,
-            empty, sums, gl.constexpr(2), STAGES, CHUNKED)),
-        (_produce, (
-            x, weight, rows, width, blocks, pieces, x_tiles, w_tiles, full, empty, STAGES)),
-    ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    blocks = depth // DEPTH
+    columns = (width + COLUMNS - 1) // COLUMNS
+    shared = (
+        weight_scales, out, rows, width, columns, blocks, per, pieces, x_tiles, x_lines, w_tiles,
+        full, empty,
+    )  # fmt: skip
+    brought = (
+        x, x_scales, weight, rows, columns, blocks, pieces, x_tiles, x_lines, w_tiles, full, empty,
+    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_consume, (shared, gl.constexpr(0), GROUPS, STAGES, CHUNKED, EVEN)),
+            (_consume, (shared, gl.constexpr(1), GROUPS, STAGES, CHUNKED, EVEN)),
+            (_produce, (brought, GROUPS, STAGES)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (shared, gl.constexpr(0), GROUPS, STAGES, CHUNKED, EVEN)),
+            (_consume, (shared, gl.constexpr(1), GROUPS, STAGES, CHUNKED, EVEN)),
+            (_consume, (shared, gl.constexpr(2), GROUPS, STAGES, CHUNKED, EVEN)),
+            (_produce, (brought, GROUPS, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
 def boxes(tensor: torch.Tensor, height: int) -> TensorDescriptor:
@@ -252,10 +261,27 @@ def boxes(tensor: torch.Tensor, height: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [height, DEPTH.value], TILE_LAYOUT)
 
 
-def fills(rows: int, width: int) -> bool:
+def _lines(scales: torch.Tensor) -> TensorDescriptor:
+    """A descriptor of 64 rows' scales of one block. TMA wants lines of whole 16 bytes."""
+    missing = -scales.shape[1] % 4
+    if missing:
+        scales = torch.nn.functional.pad(scales, (0, missing))
+    return TensorDescriptor.from_tensor(scales, [1, ROWS.value], LINE_LAYOUT)
+
+
+def _groups(chunks: int) -> int:
+    """Warpgroups of a program."""
+    return 3 if chunks == 1 else 2
+
+
+def _pieces(rows: int, width: int, groups: int) -> int:
+    return -(-rows // (groups * ROWS.value)) * -(-width // COLUMNS.value)
+
+
+def fills(rows: int, width: int, chunks: int) -> bool:
     """Whether so many tiles keep the programs busy; else the smaller ones of the plain form win."""
-    tiles = -(-rows // TILE) * -(-width // COLUMNS.value)
-    return 5 * tiles >= 4 * PROGRAMS * -(-tiles // PROGRAMS)
+    pieces = _pieces(rows, width, _groups(chunks))
+    return 5 * pieces >= 4 * PROGRAMS * -(-pieces // PROGRAMS)
 
 
 def linear(
@@ -264,11 +290,11 @@ def linear(
 ) -> None:  # fmt: skip
     """Fills out [R, N] with fp8 rows [R, K] times weight [N, K] transposed."""
     rows, width = out.shape
-    blocks = x.shape[1] // DEPTH.value
+    blocks, groups = x.shape[1] // DEPTH.value, _groups(chunks)
     assert blocks % chunks == 0, (blocks, chunks)
-    pieces = -(-rows // TILE) * -(-width // COLUMNS.value)
+    pieces, per = _pieces(rows, width, groups), blocks // chunks
     many_rows[(min(pieces, PROGRAMS),)](
-        boxes(x, ROWS.value), x_scales, boxes(weight, COLUMNS.value), weight_scales, out, rows,
-        width, x.shape[1], blocks // chunks, pieces, 3 if chunks > 1 else 5, chunks > 1,
-        num_warps=4, **pdl(),
+        boxes(x, ROWS.value), _lines(x_scales), boxes(weight, COLUMNS.value), weight_scales, out,
+        rows, width, x.shape[1], per, pieces, groups, STAGES[groups], chunks > 1, per % 2 == 0,
+        REGISTERS[groups], num_warps=4, **pdl(),
     )  # fmt: skip

@@ -108,7 +108,7 @@ def linear(
         hopper_mid.linear(values, scales, w_values, w_scales, workspace(device), out, shape.chunks)
     elif gluon and rows <= hopper_few.MOST_ROWS:
         hopper_few.linear(values, scales, w_values, w_scales, workspace(device), out, shape.chunks)
-    elif gluon and hopper.fills(rows, width):
+    elif gluon and hopper.fills(rows, width, shape.chunks):
         hopper.linear(values, scales, w_values, w_scales, out, shape.chunks)
     elif rows <= FEW:
         _few(values, scales, w_values, w_scales, out, shape, scaled)
