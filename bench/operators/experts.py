@@ -3,7 +3,8 @@
 
 `experts` rows time the whole block (sort, quantisation, both products, SwiGLU, combine);
 `expert_gemm` rows one grouped product on pairs that are sorted already: to 1536 tokens with what
-follows it in the same launch (SwiGLU and quantisation, the weighted sum).
+follows it in the same launch (SwiGLU and quantisation, the weighted sum), and both as they run,
+which is one launch and not the sum of its halves from 9 tokens on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import NamedTuple
 import torch
 
 from bench.registry import Case, Problem, arithmetic_us, memory_us
-from glmserve.kernels.experts import ExpertWeight, Int4Weight, fused_launch, launch, reference
+from glmserve.kernels.experts import (
+    ExpertWeight,
+    Int4Weight,
+    fused_launch,
+    launch,
+    reference,
+    stream_launch,
+)
 from glmserve.kernels.experts.pairs import empty_pairs
 from glmserve.kernels.experts.reference import first_tensor
 from glmserve.kernels.linear import QuantWeight
@@ -113,8 +121,9 @@ def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
             ((), WIDTH, INNER // 8),
         )
     )  # fmt: skip
-    for rows in (1, 48, 192, 1024):
-        pairs = empty_pairs(rows * TOP_K, 32, fused_launch.block_rows(rows), device)
+    for rows in (1, 32, 192, 1024):
+        tile = fused_launch.block_rows(rows, (up, down, *shared))
+        pairs = empty_pairs(rows * TOP_K, 32, tile, device)
         quantised = quantise(torch.empty(rows, WIDTH, dtype=torch.bfloat16, device=device))
         shares = torch.empty(rows, TOP_K, dtype=torch.float32, device=device)
 
@@ -183,28 +192,40 @@ def block_problem(kind: str, layout: tuple[int, int], rows: int) -> Problem:
 
 
 def gemm_problem(rows: int, which: int) -> Problem:
-    weight = weights_of("fp8", EP)[which]
+    """which: gate_up, down or both."""
+    up, down = weights_of("fp8", EP)
+    weight = (up, down, up)[which]
     torch.manual_seed(2)
     sets = 16 if rows <= 48 else 2
     choices = routing(rows, sets, HIT.get(rows))
     depth = first_tensor(weight).shape[2]
-    top_k = TOP_K if which == 0 else 0
-    x = quantise(torch.randn(rows * (1 if top_k else TOP_K), depth, device="cuda").bfloat16())
     fused = rows <= fused_launch.MOST_ROWS
-    tile = fused_launch.block_rows(rows) if fused else launch.many_rows(x.values)
+    top_k = TOP_K if which != 1 else 0
+    one_launch = fused and fused_launch.streams(rows, (up, down))
+    shape = (rows, WIDTH) if one_launch or top_k else (rows * TOP_K, depth)
+    x = quantise(torch.randn(shape, device="cuda").bfloat16())
+    tile = fused_launch.block_rows(rows, (up, down)) if fused else launch.many_rows(x.values)
     sorted_pairs = [launch.sort_pairs(ids, 0, EP[0], tile) for ids in choices]
     outs: dict[int, object] = {}
     shares = torch.rand(rows, TOP_K, device="cuda")
     shared = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
+    halves = (which == 0, which == 1)
 
     def run(i: int) -> None:
+        assert isinstance(up, QuantWeight)
+        assert isinstance(down, QuantWeight)
         assert isinstance(weight, QuantWeight)
+        pairs = sorted_pairs[i]
         if not fused:
-            outs[i] = launch.grouped_linear(x, weight, sorted_pairs[i], top_k)
-        elif top_k:
-            outs[i] = fused_launch.activated(x, sorted_pairs[i], top_k, weight, shared)
+            outs[i] = launch.grouped_linear(x, weight, pairs, top_k)
+        elif which == 2:
+            outs[i] = fused_launch.experts(x, shares, pairs, up, down, shared)
+        elif one_launch:
+            outs[i] = stream_launch.experts(x, shares, pairs, up, down, shared, halves)
+        elif which == 0:
+            outs[i] = fused_launch.activated(x, pairs, top_k, up, shared)
         else:
-            outs[i] = fused_launch.combined(x, x, sorted_pairs[i], shares, weight, shared)
+            outs[i] = fused_launch.combined(x, x, pairs, shares, down, shared)
 
     return Problem(run, sets, lambda: 0.0, launches=16 if rows <= 192 else 4)
 
@@ -212,7 +233,8 @@ def gemm_problem(rows: int, which: int) -> Problem:
 def cases() -> Iterator[Case]:
     for rows in (1, 6, 48, 192, 1024, 4096, 8192):
         hit, pairs = expected(rows, EP)
-        for which, (name, n, k) in enumerate((("gate_up", 4096, 6144), ("down", 6144, 2048))):
+        products = (("gate_up", 4096, 6144), ("down", 6144, 2048))
+        for which, (name, n, k) in enumerate(products):
             yield Case(
                 "expert_gemm",
                 f"fp8 {name}, 32 of 256 experts, {rows} tokens ({hit} hit)",
@@ -222,6 +244,17 @@ def cases() -> Iterator[Case]:
                 PEERS[rows][which],
                 None,
                 {"peer_is": "the product alone"} if rows <= fused_launch.MOST_ROWS else {},
+            )
+        if rows <= fused_launch.MOST_ROWS:
+            yield Case(
+                "expert_gemm",
+                f"fp8 gate_up and down, 32 of 256 experts, {rows} tokens ({hit} hit)",
+                lambda rows=rows: gemm_problem(rows, 2),
+                sum(floor_us("fp8", hit, pairs, n, k) for _, n, k in products),
+                0.0,
+                round(sum(PEERS[rows]), 2),
+                None,
+                {"peer_is": "both products alone"},
             )
     table = [("fp8", EP, (1, 6, 32, 192, 1024, 4096, 8192)), ("fp8", SLICED, (1, 6, 32, 192, 8192))]
     table += [("bf16", EP, (1, 32, 192, 4096))]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glmserve.kernels.experts import fused_launch, launch, reference
+from glmserve.kernels.experts import fused_launch, launch, reference, stream_launch
 from glmserve.kernels.experts.combining import combine
 from glmserve.kernels.experts.pairs import MANY_ROWS
 from glmserve.kernels.linear import QuantWeight, quantise_weight
@@ -33,7 +33,7 @@ class Layer:
 
     def fused(self, x, ids, shares, first=0, block_m=None):  # type: ignore[no-untyped-def]
         x, ids, shares = (t.contiguous().to(self.device) for t in (x, ids, shares))
-        block_m = block_m or fused_launch.block_rows(len(x))
+        block_m = block_m or fused_launch.block_rows(len(x), tuple(self.weights))
         pairs = launch.sort_pairs(ids, first, self.local, block_m)
         rows = quantise_launch.quantise(x)
         up, down, *shared = self.weights
@@ -126,6 +126,29 @@ def test_a_row_of_long_sums_has_the_same_bits_in_every_form(
         assert torch.equal(got, alone), form
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
+@pytest.mark.parametrize("rows", [9, 16, 17, 32, 33, 190, 256, 300, 513, 700, 1536])
+def test_one_launch_has_the_bits_of_separate_kernels(rows: int, skewed: bool) -> None:
+    layer = Layer(torch.device("cuda"), 6, 1024, 256, 6144)
+    assert fused_launch.streams(rows, tuple(layer.weights))
+    x, ids, shares = make_rows(rows, 20, 3, 6144)
+    if skewed:  # every row to two experts of this rank: many tiles each
+        ids = torch.tensor([3, 8, 12]).expand(rows, 3)
+    inputs = x, ids, shares
+    want = layer.separate(*inputs, first=7)
+    for _ in range(3):  # counters are put back
+        assert torch.equal(layer.fused(*inputs, first=7), want)
+    assert not any(c.any() for c in stream_launch.counters(layer.device)[:3])
+    alone = [t[-1:] for t in inputs]
+    assert torch.equal(layer.fused(*alone, first=7), want[-1:])
+    x, ids, shares = (t.contiguous().to(layer.device) for t in inputs)
+    given = torch.randn(rows, 6144, device="cuda").bfloat16()
+    up, down = layer.weights[:2]
+    got = launch.experts(x, ids, shares, up, down, 30, given)
+    assert torch.equal(got, given)  # no expert of these rows is here
+
+
 def test_only_block_fp8_layers_of_whole_groups_are_served(device: torch.device) -> None:
     serves, weights = fused_launch.serves, tuple(Layer(device, 2, 128, 128, 256).weights)
     assert serves(1, torch.bfloat16, weights)
@@ -137,3 +160,29 @@ def test_only_block_fp8_layers_of_whole_groups_are_served(device: torch.device) 
     assert isinstance(down, QuantWeight)
     odd = QuantWeight(down.values[:, :64], down.scales)
     assert not serves(1, torch.bfloat16, (*weights[:3], odd))
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "inner", "shared", "served"),
+    [
+        (9, 6144, 2048, 256, True),
+        (8, 6144, 2048, 256, False),  # small items spread better
+        (9, 6144, 256, 256, False),  # slices of experts
+        (9, 4096, 1024, 256, False),  # `linear` sums such a shared slice in eight chunks, not four
+        (9, 6144, 2048, 384, False),
+    ],
+)
+def test_one_launch_takes_long_items_whose_sums_are_cut_alike(
+    rows: int, depth: int, inner: int, shared: int, served: bool
+) -> None:
+    weights = tuple(
+        QuantWeight(
+            torch.empty(*lead, n, k, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty(*lead, n // 128, k // 128, device="meta"),
+        )
+        for lead, n, k in (
+            ((6,), 2 * inner, depth), ((6,), depth, inner), ((), 2 * shared, depth),
+            ((), depth, shared),
+        )
+    )  # fmt: skip
+    assert fused_launch.streams(rows, weights) == served

@@ -85,7 +85,7 @@ def fused_tile(
     weights = (gate_up, down, shared_gate_up, shared_down)
     if not fused_launch.serves(len(x), x.dtype, weights):
         return None
-    return fused_launch.block_rows(len(x))
+    return fused_launch.block_rows(len(x), weights)
 
 
 def fused_ffn(
@@ -97,7 +97,7 @@ def fused_ffn(
     shared_gate_up: torch.Tensor | QuantWeight,
     shared_down: torch.Tensor | QuantWeight,
 ) -> torch.Tensor:
-    """`experts` with `mlp` of the shared expert as its shared part, in two or three kernels.
+    """`experts` with `mlp` of the shared expert as its shared part, in one to three kernels.
 
     weights [R, k] as there; pairs: the choices sorted by `route_sorted` or `sort_choices` in tiles
     of `fused_tile` rows, which serves these weights: block-fp8; shared_gate_up [2 I', D],

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of the fused block-fp8 FFN: which layers it serves, tiles and grids by rows."""
+"""Host side of the fused block-fp8 FFN: which layers it serves, tiles and grids by rows; where
+`stream` does not run it in one launch, the plain form in two or three.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ..linear.reference import QuantWeight
 from ..pdl import pdl
 from ..quantise.launch import empty_rows
 from ..quantise.reference import GROUP, QuantRows
-from . import fused
+from . import fused, stream_launch
 from .combining import combine
 from .pairs import FEW_ROWS, SortedPairs, long_sum_chunks
 
@@ -37,10 +39,26 @@ class Form(NamedTuple):
 _THIN, _WIDE = Form(64, 6, 3), Form(128, 4, 2)
 
 
-def block_rows(rows: int) -> int:
-    """Rows of a tile, by the rows that an expert gets on average: GLM has 256 experts, 8 a row, so
-    R rows give it R / 32."""
+def block_rows(rows: int, weights: tuple[object, ...]) -> int:
+    """Rows of a tile for weights that `serves` takes: by the rows that an expert gets on average,
+    R / 32 of R rows, as GLM has 256 experts, 8 a row."""
+    if streams(rows, weights):
+        return stream_launch.height(rows)
     return FEW_ROWS if rows <= 256 else 32
+
+
+def streams(rows: int, weights: tuple[object, ...]) -> bool:
+    """Whether these rows and weights, which `serves` takes, go in one launch."""
+    gate_up, down, *shared = weights
+    assert isinstance(gate_up, QuantWeight)
+    assert isinstance(down, QuantWeight)
+    both = None
+    if shared:
+        first, second = shared
+        assert isinstance(first, QuantWeight)
+        assert isinstance(second, QuantWeight)
+        both = (first, second)
+    return stream_launch.serves(rows, gate_up, down, both)
 
 
 def serves(rows: int, dtype: torch.dtype, weights: tuple[object, ...]) -> bool:
@@ -70,6 +88,9 @@ def experts(
 ) -> torch.Tensor:
     """The shared expert plus the weighted experts of every row, [R, D] bf16; weights [R, k], pairs
     sorted."""
+    own = () if isinstance(shared, torch.Tensor) else shared
+    if streams(len(x.values), (gate_up, down, *own)):
+        return stream_launch.experts(x, weights, pairs, gate_up, down, shared)
     hidden, shared_hidden = activated(x, pairs, weights.shape[1], gate_up, shared)
     return combined(hidden, shared_hidden, pairs, weights, down, shared)
 

@@ -165,7 +165,8 @@ def experts(
     if isinstance(gate_up, QuantWeight) and isinstance(down, QuantWeight):
         rows = quantise_launch.quantise(x) if quantised is None else quantised
         if fused_launch.serves(len(x), x.dtype, (gate_up, down)):
-            pairs = sort_pairs(ids, first, local, fused_launch.block_rows(len(x)))
+            tile = fused_launch.block_rows(len(x), (gate_up, down))
+            pairs = sort_pairs(ids, first, local, tile)
             return fused_launch.experts(rows, weights, pairs, gate_up, down, shared)
         pairs = sort_pairs(ids, first, local, many_rows(x))
         hidden = grouped_linear(rows, gate_up, pairs, ids.shape[1])
