@@ -105,12 +105,12 @@ def choose_experts(
     SORT, for one row: order .. tile_count become the pairs of experts [first, first + local), as
     `sorting.sort_pairs` makes them: each of the row's choices has an expert of its own.
     """
-    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < experts
     nudge = tl.load(bias + expert, mask=inside, other=0.0)
     wait_for_previous()
+    let_next_start()  # not before: the experts' weights would be in the way of the gate's
     line = parts + row * experts + expert
     score = tl.load(line, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
