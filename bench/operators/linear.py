@@ -9,7 +9,8 @@ import torch
 
 from bench.registry import Case, Problem, arithmetic_us, memory_us
 from glmserve.kernels.linear import QuantWeight, dequantise_weight
-from glmserve.kernels.linear.launch import linear, linear_parts
+from glmserve.kernels.linear.launch import linear
+from glmserve.kernels.linear.parts import linear_parts
 from glmserve.kernels.linear.reference import added
 from glmserve.kernels.quantise import QuantRows, dequantise, quantise
 from glmserve.kernels.quantise.launch import empty_rows

@@ -19,6 +19,7 @@ from glmserve.kernels.linear import (
     quantise_weight,
     reference,
 )
+from glmserve.kernels.linear.parts import linear_parts
 from glmserve.kernels.quantise import QuantRows, quantise
 from tests.tolerances import assert_close
 
@@ -68,7 +69,7 @@ def test_bf16_matches_the_product(device: torch.device, rows: int, width: int, d
 def test_parts_add_up_to_the_products_bits(device: torch.device, rows: int, depth: int) -> None:
     weight, x = outlier_weight(136, 1536).bfloat16().to(device), outlier_rows(rows, 1536).to(device)
     weight, x = weight[:, :depth].contiguous(), x[:, :depth].contiguous()
-    parts = launch.linear_parts(x, weight)
+    parts = linear_parts(x, weight)
     assert (len(parts) > 1) == (depth == 1536 and rows <= 256)
     whole = launch.linear(x, weight, torch.bfloat16)
     assert torch.equal(reference.added(parts, torch.bfloat16), whole)

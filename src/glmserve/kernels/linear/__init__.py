@@ -36,10 +36,10 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[R, in] x [out, in] -> [C, R, out], whose sum in order, rounded to x's dtype, is `linear`'s
     result bit for bit (`reference.added`). C and the parts' dtype are the device's choice."""
     if x.is_cuda:
-        from . import launch
+        from . import launch, parts
 
         if use_kernel("linear", "cuda", launch.unserved(x.shape[1], x.dtype)):
-            return launch.linear_parts(x.contiguous(), weight)
+            return parts.linear_parts(x.contiguous(), weight)
     return linear(x, weight)[None]
 
 

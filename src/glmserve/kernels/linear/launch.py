@@ -17,7 +17,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantise.reference import QuantRows
-from . import hopper, hopper_few, hopper_head, hopper_mid, kernel, narrow, parts
+from . import hopper, hopper_few, hopper_head, hopper_mid, kernel, narrow
 from .reference import QuantWeight
 
 FEW = 64  # rows up to which the swap-AB kernel is used
@@ -115,14 +115,6 @@ def linear(
     else:
         _many(values, scales, w_values, w_scales, out, shape, scaled)
     return out
-
-
-def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[C, R, N] fp32: the K chunks of a bf16 product, or their sum alone."""
-    shape = None if x.shape[1] % 64 else plan(len(weight), x.shape[1], False)
-    if shape is not None and parts.serves(len(x), len(weight), shape.chunks):
-        return parts.parts(x, weight, shape.chunks, shape.block_k)
-    return linear(x, weight, torch.float32)[None]
 
 
 def _few(

@@ -15,10 +15,11 @@ import triton.language as tl
 from ..pdl import pdl
 from ..triton_common import let_next_start, prefetch, to_bf16, wait_for_previous
 from .kernel import chunk_product
+from .launch import linear, plan
 
 MOST_ROWS = 256
 MOST_CHUNKS = tl.constexpr(8)
-_WIDEST = 512  # of a weight: what all programs fetch before they wait
+_WIDEST = 512  # rows of a weight whose every byte is fetched before the wait
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -62,21 +63,20 @@ def add_parts(at, step, parts, inside):
     return to_bf16(total).to(tl.float32)
 
 
-def serves(rows: int, width: int, chunks: int) -> bool:
-    """Whether such a product is left in parts."""
-    return rows <= MOST_ROWS and width <= _WIDEST and 1 < chunks <= MOST_CHUNKS.value
-
-
-def parts(x: torch.Tensor, weight: torch.Tensor, chunks: int, block_k: int) -> torch.Tensor:
-    """[chunks, R, N] fp32 of x [R, K] and weight [N, K]."""
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[C, R, N] fp32 of x [R, K] and weight [N, K], bf16: the K chunks, or their sum alone."""
     rows, depth = x.shape
     width = len(weight)
-    out = torch.empty(chunks, rows, width, dtype=torch.float32, device=x.device)
+    shape = None if depth % 64 else plan(width, depth, False)
+    small = rows <= MOST_ROWS and width <= _WIDEST
+    if shape is None or not small or not 1 < shape.chunks <= MOST_CHUNKS.value:
+        return linear(x, weight, torch.float32)[None]
+    out = torch.empty(shape.chunks, rows, width, dtype=torch.float32, device=x.device)
     block_n, block_m = 64, 16 if rows <= 16 else 32 if rows <= 32 else 64
-    grid = (triton.cdiv(width, block_n) * chunks, triton.cdiv(rows, block_m))
+    grid = (triton.cdiv(width, block_n) * shape.chunks, triton.cdiv(rows, block_m))
     if rows:
         part_rows[grid](
-            x, weight, out, rows, width, depth, chunks, block_n, block_m, block_k, 4,
+            x, weight, out, rows, width, depth, shape.chunks, block_n, block_m, shape.block_k, 4,
             num_warps=4, **pdl(),
         )  # fmt: skip
     return out
