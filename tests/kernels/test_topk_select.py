@@ -130,7 +130,7 @@ def test_every_form_on_infinite_and_missing_scores(device: torch.device, width: 
     logits[6, 700:] = -torch.inf  # fewer than k are left
     logits[7] = torch.where(torch.arange(width, device=device) % 2 == 0, 3.4e38, -3.4e38)
     check(logits, 2048)
-    check(logits, 1, first=1)
+    check(logits, 1, torch.full((8,), width - 1, device=device), first=1)
     check(logits, 8192)
 
 
