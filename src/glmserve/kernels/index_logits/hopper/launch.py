@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many programs of `stream` there are, and how they see the cache."""
+"""How many programs of `score` there are, and how they see the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...pdl import pdl
-from .stream import stream
+from .score import score
 
 MOST_ROWS, MOST_GROUPS = 8, 256  # of one request that share its keys; of one launch
 SMS = 132  # multiprocessors of an H200
@@ -44,7 +44,7 @@ def launch(
         programs *= 2  # groups of few pages cost more than their pages say
     elif 8 * (programs % groups) <= programs:
         programs -= programs % groups  # requests of one length begin with a program of their own
-    stream[(programs,)](
+    score[(programs,)](
         TensorDescriptor(lines, list(lines.shape), [128, 1], [columns, 128], _KEYS),
         head_weights,
         TensorDescriptor(keys, list(keys.shape), [128, 1], [64, 128], _KEYS),

@@ -241,7 +241,7 @@ def _add(a, b):
 
 
 @gluon.jit(do_not_specialize=["rows", "groups", "table_width", "first"])
-def stream(
+def score(
     query, weights, keys, scales, page_table, row_seq, last, group_pages, out,
     rows, groups, table_width, width, first,
     ROWS: gl.constexpr, UNIFORM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
