@@ -84,7 +84,7 @@ def test_rows_of_an_odd_width(device: torch.device) -> None:
     check(logits, 64, torch.tensor([SHORT + 16, SHORT - 1, 70], device=device), first=1)
 
 
-FORMS = [1024, 8256, SHORT, 20032, MIDDLE, MIDDLE + 64, 1 << 20, LONGEST]
+FORMS = [1024, 8256, SHORT, 20032, 50016, MIDDLE, MIDDLE + 64, 1 << 20, LONGEST]
 
 
 @pytest.mark.gpu
@@ -160,3 +160,22 @@ def test_captured_launches_follow_their_input(device: torch.device, width: int) 
         out.fill_(-7)
         graph.replay()
         assert torch.equal(out, reference.topk_select(logits, 2048))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(192, 102400), (24, 1 << 20)])
+def test_clusters_crowd_the_card_for_thousands_of_launches(
+    device: torch.device, rows: int, width: int
+) -> None:
+    """A cluster that meets too lightly reads what has not arrived, or an ended CTA's memory."""
+    logits = torch.randn(rows, width, device=device).relu_()
+    last = torch.full((rows,), width - 1, device=device)
+    want = topk_select(logits, 2048, last, 0)
+    assert torch.equal(want[:4], reference.topk_select(logits[:4], 2048))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [topk_select(logits, 2048, last, 0) for _ in range(20)]
+    for _ in range(20):
+        for _ in range(20):
+            graph.replay()
+        assert all(torch.equal(out, want) for out in outs)

@@ -149,11 +149,13 @@ def cluster_size():
 
 @gluon.jit
 def arrive_here():
-    """What this CTA wrote to shared memory is there for peers that have met. Without the wait for
-    global memory that a release of the whole cluster brings: nothing there is shared."""
+    """What this CTA wrote to shared memory is there for peers that have met, and its looks at
+    theirs are over. A release to the whole cluster: one to this CTA alone takes 0.3 to 1.1 us less,
+    but where many CTAs are busy a peer then reads what has not arrived, or an ended CTA's memory.
+    """
     gl.inline_asm_elementwise(
-        "fence.acq_rel.cta; barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;", "=r", [],
-        dtype=gl.int32, is_pure=False, pack=1,
+        "barrier.cluster.arrive.release.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
+        is_pure=False, pack=1,
     )  # fmt: skip
 
 
