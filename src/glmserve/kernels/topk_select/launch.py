@@ -8,6 +8,7 @@ short rows too.
 from __future__ import annotations
 
 import torch
+import triton
 
 from ..pdl import pdl
 from .kernel import select_plain
@@ -16,7 +17,7 @@ WARPS = 16
 TILE = 128 * WARPS
 SHORT = 8 * TILE  # positions that one CTA holds in registers
 SHORTER = 5 * TILE  # positions whose loads it has all under way at once
-CLUSTER = 8  # CTAs a row where it is longer
+CLUSTER = 8  # CTAs a row, at most
 MIDDLE = CLUSTER * SHORT  # that they hold in registers
 SEGMENTS = 1032  # of 128 positions, that a CTA keeps marks of
 LONGEST = CLUSTER * SEGMENTS * 128
@@ -57,7 +58,7 @@ def topk_select(
     from .hopper.near import select_near
 
     if width <= MIDDLE:
-        ctas = 1 if width <= SHORT else CLUSTER
+        ctas = triton.next_power_of_2(-(-width // SHORT))  # more would crowd out other rows'
         tiles = (SHORTER if width <= SHORTER else SHORT) // TILE
         select_near[(rows,)](
             logits, last, out, width, first, k, CTAS=ctas, TILES=tiles, WARPS=WARPS,
