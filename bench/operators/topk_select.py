@@ -20,10 +20,11 @@ PEERS = {
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    for width in (8256, 16384, 20480, 65536, 102400, 1 << 20, 1 << 21):
-        logits = torch.empty(4, width, device=device)
-        last = torch.empty(4, dtype=torch.int64, device=device)
-        yield f"4 x {width}", lambda x=logits, y=last: topk_select(x, K, y, 0)
+    few, many = (8256, 16384, 20480, 65536, 102400, 1 << 20, 1 << 21), (102400, 1 << 18)
+    for rows, width in [(4, width) for width in few] + [(64, width) for width in many]:
+        logits = torch.empty(rows, width, device=device)
+        last = torch.empty(rows, dtype=torch.int64, device=device)
+        yield f"{rows} x {width}", lambda x=logits, y=last: topk_select(x, K, y, 0)
 
 
 def problem(rows: int, width: int, sets: int) -> Problem:

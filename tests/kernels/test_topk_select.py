@@ -84,7 +84,7 @@ def test_rows_of_an_odd_width(device: torch.device) -> None:
     check(logits, 64, torch.tensor([SHORT + 16, SHORT - 1, 70], device=device), first=1)
 
 
-FORMS = [1024, 8256, SHORT, 20032, 50016, MIDDLE, MIDDLE + 64, 1 << 20, LONGEST]
+FORMS = [1024, 8256, SHORT, 20032, 50016, 4 * SHORT + 64, MIDDLE, MIDDLE + 64, 1 << 20, LONGEST]
 
 
 @pytest.mark.gpu
@@ -92,7 +92,7 @@ FORMS = [1024, 8256, SHORT, 20032, 50016, MIDDLE, MIDDLE + 64, 1 << 20, LONGEST]
 def test_every_form_on_rows_of_every_length(device: torch.device, width: int) -> None:
     ends = torch.tensor([0, 1, 2047, 2048, 2049, 4096, 8192, 16384, width // 3, width - 1])
     check(torch.randn(10, width, device=device), 2048, ends.clamp_max(width - 1).to(device), 1)
-    check(torch.randn(40 if width > MIDDLE else 300, width, device=device), 2048)
+    check(torch.randn(70 if width > MIDDLE else 300, width, device=device), 2048)
 
 
 @pytest.mark.gpu
@@ -109,6 +109,8 @@ def test_every_form_on_scores_that_crowd_in_one_bin(device: torch.device, width:
     logits[7] = logits[7].sort().values
     logits[8] = -logits[7]
     check(logits, 2048)
+    if width <= MIDDLE + 64:
+        check(logits.repeat(8, 1), 2048)  # fewer CTAs a row
 
 
 @pytest.mark.gpu
@@ -132,15 +134,17 @@ def test_every_form_on_infinite_and_missing_scores(device: torch.device, width: 
     check(logits, 2048)
     check(logits, 1, torch.full((8,), width - 1, device=device), first=1)
     check(logits, 8192)
+    if width <= MIDDLE + 64:
+        check(logits.repeat(8, 1), 2048)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", FORMS)
 def test_a_row_is_selected_alone_as_among_others(device: torch.device, width: int) -> None:
-    logits = torch.randn(40, width, device=device)
-    last = torch.randint(0, width, (40,), device=device)
+    logits = torch.randn(70, width, device=device)
+    last = torch.randint(0, width, (70,), device=device)
     together = topk_select(logits, 2048, last, 0)
-    for row in (0, 17, 39):
+    for row in (0, 17, 69):
         alone = topk_select(logits[row : row + 1].clone(), 2048, last[row : row + 1].clone(), 0)
         assert torch.equal(alone[0], together[row])
 
@@ -163,7 +167,9 @@ def test_captured_launches_follow_their_input(device: torch.device, width: int) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "width"), [(192, 102400), (24, 1 << 20)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(192, 102400), (48, 102400), (40, 1 << 18), (24, 1 << 20)]
+)
 def test_clusters_crowd_the_card_for_thousands_of_launches(
     device: torch.device, rows: int, width: int
 ) -> None:

@@ -34,6 +34,17 @@ def unserved(logits: torch.Tensor, k: int) -> dict[str, object]:
     return wrong
 
 
+def _form(rows: int, width: int) -> tuple[bool, int]:
+    """(whether registers hold the scores, CTAs a row): more CTAs are quicker until those of all
+    rows no longer run at once; then fewer, that share less, are."""
+    near = triton.next_power_of_2(-(-width // SHORT))
+    if near < CLUSTER or (near == CLUSTER and rows < 64):
+        return True, near
+    if near == CLUSTER:
+        return False, 2
+    return False, 4 if rows >= 32 and width <= 4 * SEGMENTS * 128 else CLUSTER
+
+
 def topk_select(
     logits: torch.Tensor, k: int, last: torch.Tensor | None, first: int
 ) -> torch.Tensor:
@@ -57,8 +68,8 @@ def topk_select(
     from .hopper.far import select_far
     from .hopper.near import select_near
 
-    if width <= MIDDLE:
-        ctas = triton.next_power_of_2(-(-width // SHORT))  # more would crowd out other rows'
+    near, ctas = _form(rows, width)
+    if near:
         tiles = (SHORTER if width <= SHORTER else SHORT) // TILE
         select_near[(rows,)](
             logits, last, out, width, first, k, CTAS=ctas, TILES=tiles, WARPS=WARPS,
@@ -66,7 +77,7 @@ def topk_select(
         )  # fmt: skip
     else:
         select_far[(rows,)](
-            logits, last, out, width, first, k, CTAS=CLUSTER, SEGMENTS=SEGMENTS,
-            WARPS=WARPS, UNROLL=8, num_warps=WARPS, num_ctas=CLUSTER, maxnreg=64, **pdl(),
+            logits, last, out, width, first, k, CTAS=ctas, SEGMENTS=SEGMENTS,
+            WARPS=WARPS, UNROLL=8, num_warps=WARPS, num_ctas=ctas, maxnreg=64, **pdl(),
         )  # fmt: skip
     return out
