@@ -9,7 +9,8 @@ import torch
 
 from bench.registry import Case, Problem, memory_us
 from glmserve.kernels.quant import pack_latent_rows, unpack_latent_rows
-from glmserve.kernels.sparse_mla.launch import MANY_ROWS, sparse_mla
+from glmserve.kernels.sparse_mla.joining import MANY_ROWS
+from glmserve.kernels.sparse_mla.launch import sparse_mla
 
 K, SCALE = 2048, 256**-0.5
 SPILLS = {

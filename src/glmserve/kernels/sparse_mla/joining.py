@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Joins what `hopper.tiles` leaves of a row: tiles to chains of four, two chains to a pair, four
-pairs to the row, in one order whichever of them it starts from."""
+"""How a row's selection is split, and the join of what `hopper.tiles` leaves of it: tiles to chains
+of four, two chains to a pair, four pairs to the row, in one order whichever of them it starts from.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import triton.language as tl
 
 from ..triton_common import let_next_start, to_bf16, wait_for_previous
 
+TILE = 64  # tokens
 MOST_TILES = 32  # of a row: four pairs of chains of four
+MANY_ROWS = 512  # above so many a row's selection is not split, so that nothing is joined
 _NEVER = tl.constexpr(-1.0e30)  # as in `hopper.parts`
 _LIFT = tl.constexpr(256.0)
 

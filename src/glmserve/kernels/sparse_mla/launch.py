@@ -11,12 +11,11 @@ import triton
 from ..pdl import pdl
 from ..quant import latent_row_bytes
 from . import small
+from .joining import MANY_ROWS, TILE
 from .kernel import attend_bf16, attend_fp8, merge
 
-TILE = 64  # tokens a step
-LEAF = 256  # tokens of one online softmax while rows are few
+LEAF, LONG_LEAF = 256, 2048  # tokens of one online softmax while rows are few, and of many rows
 STAGES, WARPS = 2, 4
-MANY_ROWS, LONG_LEAF = 512, 2048  # above so many rows a whole selection is one leaf
 
 
 def unserved(

@@ -7,8 +7,7 @@ import torch
 import triton
 
 from ...pdl import pdl
-from ..joining import MOST_TILES, join
-from ..launch import MANY_ROWS, TILE
+from ..joining import MANY_ROWS, MOST_TILES, TILE, join
 from .tiles import attend
 
 LONGEST = MOST_TILES * TILE  # selection
