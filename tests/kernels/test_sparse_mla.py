@@ -9,7 +9,7 @@ import torch
 from glmserve.kernels.quant import pack_latent_rows, unpack_latent_rows
 from glmserve.kernels.sparse_mla import reference
 from glmserve.kernels.sparse_mla.joining import join
-from glmserve.kernels.sparse_mla.launch import sparse_mla, unserved
+from glmserve.kernels.sparse_mla.launch import MANY_ROWS, sparse_mla, unserved
 
 SCALE = 256**-0.5
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # sums, reference, total
@@ -100,6 +100,21 @@ def test_a_row_has_the_same_bits_however_many_tiles_a_program_takes(device: torc
     for rows in (1, 4, 12):
         got = sparse_mla(query[:rows], cache, slots[:rows], SCALE)
         assert torch.equal(got, together[:rows]), rows
+
+
+@pytest.mark.gpu
+def test_rows_without_a_token_are_zero_among_many(device: torch.device) -> None:
+    """Their copies, which nobody waits for in the loop, must not land in what is stored."""
+    counts = [0, 1, 0, 640, 0] * (MANY_ROWS // 4)
+    query, cache, slots, _ = make(device, True, 8, counts, 640)
+    assert len(query) > MANY_ROWS
+    empty = torch.tensor(counts, device=device) == 0
+    first = sparse_mla(query, cache, slots, SCALE)
+    assert bool(first[~empty].isfinite().all())
+    for _ in range(200):
+        got = sparse_mla(query, cache, slots, SCALE)
+        assert not got[empty].any()
+        assert torch.equal(got, first)
 
 
 def test_parts_of_a_row_join_to_the_same_bits_from_tiles_chains_and_pairs(

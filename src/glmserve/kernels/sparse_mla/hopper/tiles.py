@@ -306,6 +306,9 @@ def attend(
             store_partial(a2, target + 2048)
             store_partial(a3, target + 3072)
     else:
+        # Of a row without a token the first copies are still on their way, to where the conversions
+        # below exchange what they store.
+        async_copy.wait_group(0)
         inverse = gl.where(total > 0, 1.0 / (LIFT * gl.maximum(total, 1e-30)), 0.0)
         weight = column(inverse)
         target = out + row * 4096
