@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..linear.hopper import DEPTH, step, wait_for_previous
 
 TILE = gl.constexpr(128)  # weight rows of a box, columns of a scale
-TURNS = gl.constexpr(1 << 20)  # looks at a counter before a program goes on with wrong rows
 
 
 @gluon.jit
@@ -236,9 +235,9 @@ def bring_rows(
             need = inner // TILE
         pairs = need // 2
         if run_up != 0:
-            turns = 0
-            while (_acquire(done + tile) < need) & (turns < TURNS):
-                turns += 1
+            finished = _acquire(done + tile)
+            while finished < need:  # all programs run at once, and none waits before its gate_up
+                finished = _acquire(done + tile)
             _fence_proxy()
         for pair in range(pairs):
             mbarrier.wait(empty.index(stage), phase ^ 1)
