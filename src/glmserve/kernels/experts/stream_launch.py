@@ -11,11 +11,10 @@ from ..linear.hopper import PROGRAMS, boxes
 from ..linear.launch import plan
 from ..linear.reference import QuantWeight
 from ..pdl import pdl
-from ..quantise.launch import empty_rows
 from ..quantise.reference import QuantRows
 from . import stream
 from .combining import combine as combine_parts
-from .hopper import take_pairs
+from .hopper import take
 from .pairs import SortedPairs, long_sum_chunks
 
 _FEW = 8  # rows up to which the plain form's smaller items spread better over the card
@@ -102,12 +101,7 @@ def experts(
     gathered = rows > _AS_THEY_ARE
     taken = x
     if gathered and halves[0]:
-        taken = empty_rows(spare, depth, device)
-        take_pairs[(spare,)](
-            x.values.view(torch.int32), x.scales, pairs.order, pairs.offsets[-1:],
-            taken.values.view(torch.int32), taken.scales, rows, spare, depth // 4, top_k, 2048,
-            num_warps=4,
-        )  # fmt: skip
+        taken = take(x, pairs, top_k)
     up, back = int(halves[0]), int(halves[1])
     item = inner // 256  # stages of an item of down, of which a unit of gate_up lasts some
     stream.ffn[(PROGRAMS,)](

@@ -60,6 +60,23 @@ def step(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def ring(GROUPS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """(row tiles, the rows' scales, weight tiles, full and empty barriers) of the stages; a full
+    one takes ARRIVALS."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=ARRIVALS)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    x_lines = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, ROWS], LINES)
+    return x_tiles, x_lines, w_tiles, full, empty
+
+
+@gluon.jit
 def _block(
     acc, w_scale, w_line, block, blocks, stage, phase, x_tiles, lines, w_tiles, full, empty,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -82,8 +99,8 @@ def _block(
 
 
 @gluon.jit
-def _multiply(
-    w_even, w_odd, w_line, blocks, per, stage, phase, x_tiles, lines, w_tiles, full, empty,
+def multiply(
+    w_even, w_odd, w_line, blocks, per, stage, phase, x_tiles, x_lines, w_tiles, full, empty,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CHUNKED: gl.constexpr,
     EVEN: gl.constexpr,
 ):  # fmt: skip
@@ -93,6 +110,9 @@ def _multiply(
     blocks have registers of their own, so that a block does not wait for the next one's.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    lines = x_lines._reinterpret(
+        gl.float32, [STAGES * GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
     total = acc
     for begin in range(0, blocks, per):
@@ -117,7 +137,7 @@ def _multiply(
 
 
 @gluon.jit
-def _store(acc, out, row, rows, column, width):
+def store_tile(acc, out, row, rows, column, width):
     """acc, rounded, to rows below `rows` and columns below `width` of out [rows, width]."""
     # Each warp keeps its rows: lanes of a row exchange pairs, no shared memory, no barrier.
     OUT: gl.constexpr = gl.DistributedLinearLayout(
@@ -183,9 +203,6 @@ def _consume(
         full, empty,
     ) = shared  # fmt: skip
     wait_for_previous()
-    lines = x_lines._reinterpret(
-        gl.float32, [STAGES * GROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
     stage = 0
     phase = 0
     second = gl.minimum(1, blocks - 1)
@@ -194,9 +211,9 @@ def _consume(
     w_even = gl.load(w_line)
     w_odd = gl.load(w_line + second)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        acc, stage, phase = _multiply(
-            w_even, w_odd, w_line, blocks, per, stage, phase, x_tiles, lines, w_tiles, full, empty,
-            GROUP, GROUPS, STAGES, CHUNKED, EVEN,
+        acc, stage, phase = multiply(
+            w_even, w_odd, w_line, blocks, per, stage, phase, x_tiles, x_lines, w_tiles, full,
+            empty, GROUP, GROUPS, STAGES, CHUNKED, EVEN,
         )  # fmt: skip
         row_after, column_after = _place(
             piece + gl.num_programs(0), pieces, rows, columns, GROUPS * ROWS
@@ -204,7 +221,7 @@ def _consume(
         w_line = weight_scales + (column_after // DEPTH) * blocks
         w_even = gl.load(w_line)
         w_odd = gl.load(w_line + second)
-        _store(acc, out, row + GROUP * ROWS, rows, column, width)
+        store_tile(acc, out, row + GROUP * ROWS, rows, column, width)
         row = row_after
         column = column_after
 
@@ -221,16 +238,7 @@ def many_rows(
     A program takes every num_programs-th of `pieces` tiles of GROUPS * 64 x 128; CHUNKED: a sum has
     chunks of `per` blocks, not one; EVEN: `per` is.
     """
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
-    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
-    x_lines = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, ROWS], LINES)
+    x_tiles, x_lines, w_tiles, full, empty = ring(GROUPS, STAGES)
     let_next_start()
     blocks = depth // DEPTH
     columns = (width + COLUMNS - 1) // COLUMNS
