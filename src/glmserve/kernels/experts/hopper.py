@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .. import triton_common
+from ..gluon_common import let_next_start, step, wait_for_previous
 from ..linear.hopper import (
     COLUMNS,
     DEPTH,
@@ -29,12 +30,9 @@ from ..linear.hopper import (
     ROWS,
     STAGES,
     boxes,
-    let_next_start,
     multiply,
     ring,
-    step,
     store_tile,
-    wait_for_previous,
 )
 from ..linear.reference import QuantWeight
 from ..pdl import pdl
@@ -47,10 +45,6 @@ __all__ = ["TILE", "grouped_linear", "take"]
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
 ARRIVALS = gl.constexpr(1 + 32)  # at a full stage: for the tiles, for the scales by every lane
 TILE = GROUPS.value * ROWS.value  # rows of a tile
-# Column tiles that all rows meet before the next ones. 132 programs have 33 row tiles against four
-# columns under way: the weights pass once, each shared by its expert's row tiles while it lies in
-# L2, and rows come from memory once for four columns.
-WIDTH = gl.constexpr(4)
 _TAKERS = 8 * PROGRAMS  # programs of `take_pairs`, all on the card at once
 
 
@@ -86,19 +80,20 @@ def take_pairs(
 
 @gluon.jit
 def _place(piece, pieces, tiles):
-    """(expert, first row, row behind the last, column tile) of a piece of work, all row tiles
-    against WIDTH columns, then on; behind the last piece those of some tile, for reading only."""
-    tile_expert, tile_begin, tile_end, count, columns = tiles
+    """(expert, first row, row behind the last, column tile) of a piece of work; behind the last
+    piece those of some tile, for reading only.
+
+    All columns of a row tile, then the next one's: 132 programs are at three or four row tiles at a
+    time, whose rows come from memory once, as the weights do that an expert's tiles share.
+    """
+    tile_expert, tile_begin, tile_end, columns = tiles
     piece = gl.where(piece < pieces, piece, 0)
-    group = piece // (WIDTH * gl.maximum(count, 1))
-    inside = piece - group * WIDTH * count
-    wide = gl.minimum(columns - group * WIDTH, WIDTH)
-    tile = inside // wide
+    tile = piece // columns
     return (
         gl.maximum(gl.load(tile_expert + tile), 0),  # -1 where there is no tile at all
         gl.load(tile_begin + tile),
         gl.load(tile_end + tile),
-        group * WIDTH + inside % wide,
+        piece % columns,
     )
 
 
@@ -113,12 +108,12 @@ def _produce(brought, STAGES: gl.constexpr):
     lines = x_lines._reinterpret(
         gl.float32, [STAGES, GROUPS * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    count = gl.load(tile_count)
-    tiles = (tile_expert, tile_begin, tile_end, count, columns)
+    pieces = gl.load(tile_count) * columns
+    tiles = (tile_expert, tile_begin, tile_end, columns)
     stage = 0
     phase = 0
-    for piece in range(gl.program_id(0), count * columns, gl.num_programs(0)):
-        expert, row, stop, column = _place(piece, count * columns, tiles)
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        expert, row, stop, column = _place(piece, pieces, tiles)
         live = gl.minimum((stop - row + ROWS - 1) // ROWS, GROUPS)
         line = expert * width + column * COLUMNS
         mine = gl.minimum(row + gl.arange(0, GROUPS * ROWS, layout=WARP), stop - 1)
@@ -151,9 +146,8 @@ def _consume(
         per, x_tiles, x_lines, w_tiles, full, empty,
     ) = shared  # fmt: skip
     wait_for_previous()
-    count = gl.load(tile_count)
-    tiles = (tile_expert, tile_begin, tile_end, count, columns)
-    pieces = count * columns
+    pieces = gl.load(tile_count) * columns
+    tiles = (tile_expert, tile_begin, tile_end, columns)
     stage = 0
     phase = 0
     second = gl.minimum(1, blocks - 1)

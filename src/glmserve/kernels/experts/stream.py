@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..linear.hopper import DEPTH, let_next_start, step, wait_for_previous
+from ..gluon_common import let_next_start, step, wait_for_previous
+from ..linear.hopper import DEPTH
 from .stream_order import TILE, bring_rows, down_item, down_tile, plan, stream_weights, unit_of
 
 BLOCKS = gl.constexpr(16)  # blocks whose scales are fetched at once

@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..linear.hopper import DEPTH, step, wait_for_previous
+from ..gluon_common import step, wait_for_previous
+from ..linear.hopper import DEPTH
 
 TILE = gl.constexpr(128)  # weight rows of a box, columns of a scale
 

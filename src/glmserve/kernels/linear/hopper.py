@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..gluon_common import let_next_start, step, wait_for_previous
 from ..pdl import pdl
 
 ROWS = gl.constexpr(64)  # rows of one warpgroup
@@ -34,29 +35,6 @@ REGISTERS = {2: 232, 3: 160}  # of a thread that multiplies
 TILE_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 LINE_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 PROGRAMS = 132
-
-
-@gluon.jit
-def wait_for_previous():
-    """Programmatic dependent launch, as `triton_common.wait_for_previous`."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def let_next_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def step(stage, phase, STAGES: gl.constexpr):
-    """The stage after this one, and the phase of its barriers."""
-    stage += 1
-    phase = gl.where(stage == STAGES, phase ^ 1, phase)
-    return gl.where(stage == STAGES, 0, stage), phase
 
 
 @gluon.jit

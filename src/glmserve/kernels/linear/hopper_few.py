@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_common import let_next_start, step, wait_for_previous
 from ..pdl import pdl
-from .hopper import DEPTH, boxes, let_next_start, step, wait_for_previous
+from .hopper import DEPTH, boxes
 
 COLUMNS = gl.constexpr(64)  # weight rows of a tile
 AHEAD = gl.constexpr(16)  # blocks whose scales are fetched at once

@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..gluon_common import let_next_start, step, wait_for_previous
 from ..pdl import pdl
-from .hopper import ROWS, let_next_start, step, wait_for_previous
+from .hopper import ROWS
 
 GROUPS = gl.constexpr(3)  # warpgroups of 64 rows
 WIDE, NARROW = gl.constexpr(128), gl.constexpr(32)  # columns of the two products of a tile

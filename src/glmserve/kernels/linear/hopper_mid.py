@@ -29,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_common import let_next_start, step, wait_for_previous
 from ..pdl import pdl
-from .hopper import DEPTH, PROGRAMS, ROWS, boxes, let_next_start, step, wait_for_previous
+from .hopper import DEPTH, PROGRAMS, ROWS, boxes
 
 GROUPS = gl.constexpr(3)  # warpgroups of 64 rows
 MOST_CHUNKS = gl.constexpr(8)  # of one weight

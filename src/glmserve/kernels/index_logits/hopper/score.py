@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...linear.hopper import let_next_start, step, wait_for_previous
+from ...gluon_common import let_next_start, step, wait_for_previous
 from .sums import SCORES, exchanged, own_heads, own_heads_of_two
 
 HEADS = gl.constexpr(32)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...linear.hopper import let_next_start, wait_for_previous
+from ...gluon_common import let_next_start, wait_for_previous
 from .parts import (
     BYTES,
     HALVES,

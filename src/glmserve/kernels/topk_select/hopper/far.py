@@ -12,6 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...gluon_common import let_next_start, wait_for_previous
 from .cut import (
     BINS,
     CAPACITY,
@@ -41,7 +42,6 @@ from .parts import (
     declare,
     extremes,
     get,
-    let_next_start,
     my_rank,
     no_more,
     peer,
@@ -49,7 +49,6 @@ from .parts import (
     put2,
     put4,
     root,
-    wait_for_previous,
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...gluon_common import let_next_start, wait_for_previous
 from .cut import (
     BINS,
     FIRST_BIN,
@@ -29,10 +30,8 @@ from .parts import (
     count_place,
     declare,
     extremes,
-    let_next_start,
     my_rank,
     no_more,
-    wait_for_previous,
 )
 
 

@@ -311,19 +311,3 @@ def bits_of(word):
 @gluon.jit
 def bits_below(word, lane):
     return bits_of(word & ((lane * 0 + 1 << lane) - 1))
-
-
-@gluon.jit
-def wait_for_previous():
-    """Programmatic dependent launch, as `triton_common.wait_for_previous`."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def let_next_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
