@@ -291,7 +291,7 @@ def cases() -> Iterator[Case]:
         )  # fmt: skip
         yield Case(
             "query_side", f"index query fp8 {name}", lambda r=rows: index_queries(r),
-            memory_us(rows * 32 * 128 * 3), 2e-3, None, target(rows),
+            memory_us(rows * 32 * 128 * 3), 3e-3, None, target(rows),
         )  # fmt: skip
         if rows <= 192:
             yield Case(
