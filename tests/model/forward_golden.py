@@ -230,7 +230,8 @@ class Margins:
 
 MARGINS = {
     "forward_fp32": Margins(2e-3, 2e-3, 0.0),
-    "forward_bf16": Margins(0.1, 0.02, 0.0),
+    # Processors that multiply bf16 themselves swap positions 0.11 apart, others up to 0.06.
+    "forward_bf16": Margins(0.15, 0.02, 0.0),
     # Scores of fp8 keys on states that are a tenth off miss 2% of these; unrelated ones miss half.
     "forward_fp8": Margins(0.25, 0.06, 5e-2),
 }
