@@ -18,7 +18,7 @@ SHARD, VALID = 19360, 19300
 DRAFTS = 5
 
 
-def _settings(rows: int, device: torch.device | str, limits: bool, greedy: bool) -> SamplingRows:
+def row_settings(rows: int, device: torch.device | str, limits: bool, greedy: bool) -> SamplingRows:
     reals = torch.ones(rows + 1, 3, dtype=torch.float64, device=device)
     integers = torch.zeros(rows + 1, 64, dtype=torch.int64, device=device)
     reals[:, 2] = 0
@@ -34,7 +34,7 @@ def _settings(rows: int, device: torch.device | str, limits: bool, greedy: bool)
     )
 
 
-def _logits(rows: int, device: torch.device | str = "cuda") -> torch.Tensor:
+def random_logits(rows: int, device: torch.device | str = "cuda") -> torch.Tensor:
     """A normal body, and a few ids well above it."""
     x = torch.randn(rows, SHARD, device=device) * 2
     x[:, ::997] += 9
@@ -51,7 +51,7 @@ def _shaping(rows: int, device: torch.device | str) -> tuple[ShapingTables, list
 
 def launches(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     shard, scratch = launch.Shard(0, SHARD, VALID), launch.Scratch.make(6, device)
-    logits, rows = torch.empty(6, SHARD, device=device), _settings(6, device, True, False)
+    logits, rows = torch.empty(6, SHARD, device=device), row_settings(6, device, True, False)
     yield "greedy", lambda: launch.greedy(logits, shard, scratch, True)
     yield "plain", lambda: launch.draw(logits, rows, shard, None, scratch, True)
 
@@ -86,10 +86,10 @@ def _expected(logits: torch.Tensor, rows: SamplingRows, limits: bool) -> torch.T
 def sampling_problem(rows: int, kind: str) -> Problem:
     torch.manual_seed(0)
     sets = max(2, min(100, 200_000_000 // (rows * SHARD * 4)))
-    inputs = [_logits(rows) for _ in range(sets)]
+    inputs = [random_logits(rows) for _ in range(sets)]
     shard = launch.Shard(0, SHARD, VALID)
     scratch = launch.Scratch.make(rows, inputs[0].device)
-    settings = _settings(rows, "cuda", kind == "limits", kind == "greedy rows")
+    settings = row_settings(rows, "cuda", kind == "limits", kind == "greedy rows")
     outs: dict[int, torch.Tensor] = {}
 
     def run(i: int) -> None:
@@ -111,7 +111,7 @@ def sampling_problem(rows: int, kind: str) -> Problem:
 def shaping_problem(rows: int) -> Problem:
     torch.manual_seed(0)
     sets = max(2, min(100, 200_000_000 // (rows * SHARD * 8)))
-    inputs = [_logits(rows) for _ in range(sets)]
+    inputs = [random_logits(rows) for _ in range(sets)]
     tables, where = _shaping(rows, "cuda")
     tables.flags.fill_(7)
     tables.allowed.fill_(-2)

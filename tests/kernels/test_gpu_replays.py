@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.operators import layer as layers
 from bench.operators.linear import FP8, HEAD, INDEX, random_rows, random_weight
-from bench.operators.sampling import SHARD, VALID, _logits, _settings
+from bench.operators.sampling import SHARD, VALID, random_logits, row_settings
 from glmserve.checkpoint.declared import CONFIGS, open_source
 from glmserve.checkpoint.weights import LayerWeights, MoeWeights
 from glmserve.config import PAGE_SIZE, EngineConfig
@@ -167,9 +167,9 @@ def test_layers(rows: int, indexed: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_sampling(rows: int) -> None:
-    inputs = [_logits(rows) for _ in range(3)]
+    inputs = [random_logits(rows) for _ in range(3)]
     shard, scratch = sampling.Shard(0, SHARD, VALID), sampling.Scratch.make(rows, inputs[0].device)
-    plain, limited = (_settings(rows, "cuda", limits, False) for limits in (False, True))
+    plain, limited = (row_settings(rows, "cuda", limits, False) for limits in (False, True))
 
     def run() -> Iterator[Tensor]:
         for x in inputs:

@@ -8,8 +8,8 @@ import torch
 
 from glmserve.kernels.quant import pack_latent_rows, unpack_latent_rows
 from glmserve.kernels.sparse_mla import reference
-from glmserve.kernels.sparse_mla.joining import join
-from glmserve.kernels.sparse_mla.launch import MANY_ROWS, sparse_mla, unserved
+from glmserve.kernels.sparse_mla.joining import MANY_ROWS, join
+from glmserve.kernels.sparse_mla.launch import sparse_mla, unserved
 
 SCALE = 256**-0.5
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # sums, reference, total

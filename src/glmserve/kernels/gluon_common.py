@@ -18,6 +18,7 @@ def wait_for_previous():
 
 @gluon.jit
 def let_next_start():
+    """As `triton_common.let_next_start`."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -4,8 +4,8 @@
 plain form.
 
 The tile is that of `linear.hopper`, by two warpgroups: experts have about 128 or 255 rows where a
-step has 4096 or 8192. Rows come in the order of the pairs, so that TMA can bring them; `take` puts
-them there. Their scales come by `cp.async`: TMA wants lines of scales to begin at 16 bytes, and an
+step has 4096 or 8192. Rows come in the order of the pairs, so that TMA can bring them; `taking`
+puts them there. Their scales come by `cp.async`: TMA wants lines of scales to begin at 16 bytes, and an
 expert's first row may be any. A warpgroup whose 64 rows lie behind its expert's last one only
 passes the stages on.
 """
@@ -13,14 +13,11 @@ passes the stages on.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .. import triton_common
 from ..gluon_common import let_next_start, step, wait_for_previous
 from ..linear.hopper import (
     COLUMNS,
@@ -32,50 +29,20 @@ from ..linear.hopper import (
     boxes,
     multiply,
     ring,
+    scale_lines,
     store_tile,
 )
 from ..linear.reference import QuantWeight
 from ..pdl import pdl
-from ..quantise.launch import empty_rows
 from ..quantise.reference import QuantRows
 from .pairs import SortedPairs
+from .taking import take
 
-__all__ = ["TILE", "grouped_linear", "take"]
+__all__ = ["TILE", "grouped_linear"]
 
 GROUPS = gl.constexpr(2)  # warpgroups that multiply
 ARRIVALS = gl.constexpr(1 + 32)  # at a full stage: for the tiles, for the scales by every lane
 TILE = GROUPS.value * ROWS.value  # rows of a tile
-_TAKERS = 8 * PROGRAMS  # programs of `take_pairs`, all on the card at once
-
-
-@triton.jit(do_not_specialize=["rows", "pairs"])
-def take_pairs(
-    x, x_scales, order, count, out, out_scales, rows, pairs, width,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out[p] = x[order[p] // TOP_K] for the pairs below `count`, as 4-byte words, and the scales
-    [width / 32, pairs] likewise. width: words of a row.
-
-    Program p takes pairs p, p + programs, ... and knows the next one's row before it copies.
-    """
-    triton_common.let_next_start()
-    triton_common.wait_for_previous()
-    first, programs = tl.program_id(0), tl.num_programs(0)
-    words = tl.arange(0, BLOCK)
-    groups = tl.arange(0, BLOCK // 32)
-    wide = width.to(tl.int64)
-    stop = tl.load(count)
-    here = tl.load(order + first)  # of a pair behind the last it is anything, and unused
-    for pair in tl.range(first, stop, programs):
-        row = here // TOP_K
-        here = tl.load(order + tl.minimum(pair + programs, stop - 1))
-        for begin in tl.range(0, width, BLOCK):
-            word, group = begin + words, begin // 32 + groups
-            line = group.to(tl.int64)
-            value = tl.load(x + row * wide + word, mask=word < width)
-            scale = tl.load(x_scales + line * rows + row, mask=group < width // 32)
-            tl.store(out + pair * wide + word, value, mask=word < width)
-            tl.store(out_scales + line * pairs + pair, scale, mask=group < width // 32)
 
 
 @gluon.jit
@@ -194,7 +161,8 @@ def grouped_many(
     """
     blocks = depth // DEPTH
     columns = (width + COLUMNS - 1) // COLUMNS
-    x_tiles, x_lines, w_tiles, full, empty = ring(GROUPS, STAGES, ARRIVALS)
+    x_tiles, w_tiles, full, empty = ring(GROUPS, STAGES, COLUMNS, ARRIVALS)
+    x_lines = scale_lines(GROUPS, STAGES)
     let_next_start()
     shared = (
         weight_scales, out, tile_expert, tile_begin, tile_end, tile_count, width, columns, blocks,
@@ -209,18 +177,6 @@ def grouped_many(
         (_consume, (shared, gl.constexpr(1), STAGES, CHUNKED, EVEN)),
         (_produce, (brought, STAGES)),
     ], [4, 1], [REGISTERS, 40])  # fmt: skip
-
-
-def take(x: QuantRows, pairs: SortedPairs, top_k: int) -> QuantRows:
-    """The rows of the pairs in their order; those of other ranks' pairs hold anything."""
-    (rows, depth), total = x.values.shape, pairs.order.numel()
-    out = empty_rows(total, depth, x.values.device)
-    take_pairs[(min(total, _TAKERS),)](
-        x.values.view(torch.int32), x.scales, pairs.order, pairs.offsets[-1:],
-        out.values.view(torch.int32), out.scales, rows, total, depth // 4, top_k, 2048,
-        num_warps=4, **pdl(),
-    )  # fmt: skip
-    return out
 
 
 def grouped_linear(

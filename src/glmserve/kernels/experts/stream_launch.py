@@ -14,8 +14,8 @@ from ..pdl import pdl
 from ..quantise.reference import QuantRows
 from . import stream
 from .combining import combine as combine_parts
-from .hopper import take
 from .pairs import SortedPairs, long_sum_chunks
+from .taking import take
 
 _FEW = 8  # rows up to which the plain form's smaller items spread better over the card
 _LONG = 1024  # columns of an expert from which the stream, not an item's end, is what lasts

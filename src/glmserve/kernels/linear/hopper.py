@@ -38,11 +38,12 @@ PROGRAMS = 132
 
 
 @gluon.jit
-def ring(GROUPS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """(row tiles, the rows' scales, weight tiles, full and empty barriers) of the stages; a full
-    one takes ARRIVALS."""
+def ring(
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ARRIVALS: gl.constexpr = 1
+):  # fmt: skip
+    """(row tiles, weight tiles, full and empty barriers) of the stages; a full one takes
+    ARRIVALS."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
     w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -50,8 +51,14 @@ def ring(GROUPS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr = 1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=GROUPS)
-    x_lines = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, ROWS], LINES)
-    return x_tiles, x_lines, w_tiles, full, empty
+    return x_tiles, w_tiles, full, empty
+
+
+@gluon.jit
+def scale_lines(GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Room for the rows' scales of the stages."""
+    LINES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    return gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, ROWS], LINES)
 
 
 @gluon.jit
@@ -216,7 +223,8 @@ def many_rows(
     A program takes every num_programs-th of `pieces` tiles of GROUPS * 64 x 128; CHUNKED: a sum has
     chunks of `per` blocks, not one; EVEN: `per` is.
     """
-    x_tiles, x_lines, w_tiles, full, empty = ring(GROUPS, STAGES)
+    x_tiles, w_tiles, full, empty = ring(GROUPS, STAGES, COLUMNS)
+    x_lines = scale_lines(GROUPS, STAGES)
     let_next_start()
     blocks = depth // DEPTH
     columns = (width + COLUMNS - 1) // COLUMNS

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon_common import let_next_start, step, wait_for_previous
 from ..pdl import pdl
-from .hopper import DEPTH, PROGRAMS, ROWS, boxes
+from .hopper import DEPTH, PROGRAMS, ROWS, boxes, ring
 
 GROUPS = gl.constexpr(3)  # warpgroups of 64 rows
 MOST_CHUNKS = gl.constexpr(8)  # of one weight
@@ -214,14 +214,7 @@ def mid_rows(
     a thread has room to add up, those of a way. tickets are 0 before and after.
     """
     let_next_start()
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, ROWS, DEPTH], SHARED)
-    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    x_tiles, w_tiles, full, empty = ring(GROUPS, STAGES, COLUMNS)
     # Registers lie in a thread's row, so that it writes and reads 16 bytes at a time.
     REG: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
     LANES: gl.constexpr = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]

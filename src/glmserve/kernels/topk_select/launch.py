@@ -37,12 +37,10 @@ def unserved(logits: torch.Tensor, k: int) -> dict[str, object]:
 def _form(rows: int, width: int) -> tuple[bool, int]:
     """(whether registers hold the scores, CTAs a row): more CTAs are quicker until those of all
     rows no longer run at once; then fewer, that share less, are."""
-    near = triton.next_power_of_2(-(-width // SHORT))
-    if near < CLUSTER or (near == CLUSTER and rows < 64):
-        return True, near
-    if near == CLUSTER:
-        return False, 2
-    return False, 4 if rows >= 32 and width <= 4 * SEGMENTS * 128 else CLUSTER
+    if width > MIDDLE:
+        return False, 4 if rows >= 32 and width <= 4 * SEGMENTS * 128 else CLUSTER
+    holding = triton.next_power_of_2(-(-width // SHORT))
+    return (False, 2) if holding == CLUSTER and rows >= 64 else (True, holding)
 
 
 def topk_select(
