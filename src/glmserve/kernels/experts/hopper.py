@@ -5,9 +5,9 @@ plain form.
 
 The tile is that of `linear.hopper`, by two warpgroups: experts have about 128 or 255 rows where a
 step has 4096 or 8192. Rows come in the order of the pairs, so that TMA can bring them; `taking`
-puts them there. Their scales come by `cp.async`: TMA wants lines of scales to begin at 16 bytes, and an
-expert's first row may be any. A warpgroup whose 64 rows lie behind its expert's last one only
-passes the stages on.
+puts them there. Their scales come by `cp.async`: TMA wants lines of scales to begin at 16 bytes,
+and an expert's first row may be any. A warpgroup whose 64 rows lie behind its expert's last one
+only passes the stages on.
 """
 
 from __future__ import annotations
